@@ -23,6 +23,7 @@ PLAN = (
     ("report",),
     ("hf",),
     ("serve",),
+    ("commands",),
     ("cli",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(PLAN) for room in rooms}

@@ -78,7 +78,7 @@ WRONG = {
     "demo": ["--steps", "0"], "atlas": ["--out", "notes.txt"], "serve": ["--slots", "0"],
     "linearise": ["--text", "missing"],  # before it looks for the model, maybe on the hub
 }  # fmt: skip
-MADE = ("listops", "pathfinder", "pathx")  # generating their data takes minutes
+MADE = ("listops", "pathfinder", "pathx", "fill")  # generating their data takes minutes
 SENSIBLE: dict[str, list[str]] = {  # mostly valid values, so that commands get past their first check
     "task": ["digits", "copy", *(name for name in TASKS if name not in MADE)],
     "table": [*TABLES],

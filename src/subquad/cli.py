@@ -1,12 +1,8 @@
 """The command line: parses, calls, prints."""
 
 import dataclasses
-import inspect
 import json
-import math
 import os
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,96 +11,17 @@ from rich.markup import escape
 from typer import Argument, Option
 
 from subquad.checks import refuse
+from subquad.commands import LARGEST, app, bench, console, declare, failure, options_of, say
 from subquad.disk import check_file, check_folder
 from subquad.models.sampling import Sampling
 from subquad.report.visible import Terminal
 from subquad.serve.settings import ServeSettings
 from subquad.studies.settings import GenerationSettings, Settings, parse_length, parse_lengths, parse_mechanisms
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Efficient transformers under one contract.")
-bench = typer.Typer(no_args_is_help=True, help="Measure and write JSON.")
-app.add_typer(bench, name="bench")
-console = Terminal()
 PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".pdf")
-LARGEST = 2**62  # refuse larger integers here: torch fails on them deep inside
 
 AnyDevice = Annotated[str, Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Commit = Annotated[str | None, Option(help="Commit of this source, if git does not know it.")]
-
-
-def _command(name: str | None = None, group: typer.Typer = app) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command. For a wrong name or value it prints one line and exits with code 2, without a traceback."""
-
-    def register(command: Callable[..., None]) -> Callable[..., None]:
-        return group.command(name)(_say_errors(command))
-
-    return register
-
-
-def _say_errors(command: Callable[..., None]) -> Callable[..., None]:
-
-    @wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            for name, value in kwargs.items():
-                if isinstance(value, float) and math.isnan(value):
-                    refuse(name, value, "a number")
-                if isinstance(value, int) and abs(value) > LARGEST:
-                    refuse(name, value, "an integer below 2**62")
-            command(*args, **kwargs)
-        except (ValueError, OSError, ImportError) as error:  # such as a missing file or optional package
-            raise _failure(error) from None
-        except (RuntimeError, MemoryError) as error:
-            from subquad.measure.cost import out_of_memory
-
-            amount = out_of_memory(error)
-            if amount is None:
-                raise
-            defaults = {name: option.default for name, option in inspect.signature(command).parameters.items()}
-            given = [f"{name}={value}" for name, value in kwargs.items() if value != defaults[name]]
-            raise _failure(ValueError(f"not enough memory for {', '.join(given) or 'this'}: {amount}")) from None
-
-    return run
-
-
-def _options_of(kind: Any, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """An option for each field of a dataclass that has a help text; the command gets them as one object."""
-    fields = {f.name: f for f in dataclasses.fields(kind) if "help" in f.metadata}
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def run(**given: Any) -> None:
-            command(**{name: kind(**{field: given.pop(field) for field in fields})}, **given)
-
-        signature = inspect.signature(command)
-        options = [
-            inspect.Parameter(
-                f.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=f.default,
-                annotation=Annotated[f.type, Option(help=f.metadata["help"])],
-            )
-            for f in fields.values()
-        ]
-        others = [parameter for other, parameter in signature.parameters.items() if other != name]
-        run.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
-        return run
-
-    return decorate
-
-
-def _failure(error: BaseException, code: int = 2) -> typer.Exit:
-    """Print an error in one line; returns the exit to raise."""
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
-    Terminal(stderr=True).print(f"[red]error[/red] {escape(' '.join(text.split()))}", soft_wrap=True, highlight=False)
-    return typer.Exit(code)
-
-
-def _say(text: str) -> None:
-    """Print text without breaking a long path in it, so that the path can be copied."""
-    console.print(escape(text), soft_wrap=True)
 
 
 def _version(wanted: bool) -> None:
@@ -124,7 +41,7 @@ def main_options(
     pass
 
 
-@_command("list")
+@declare("list")
 def list_mechanisms() -> None:
     """List every mechanism: family, cost, traits, source."""
     from subquad.report.terminal import mechanisms_table
@@ -132,7 +49,7 @@ def list_mechanisms() -> None:
     console.print(mechanisms_table(console.width))
 
 
-@_command()
+@declare()
 def show(
     name: str,
     picture: Annotated[Path | None, Option(help="Draw who attends to whom into this PNG.")] = None,
@@ -150,15 +67,15 @@ def show(
         from subquad.mechanisms.picture import draw
 
         draw(name, picture)
-        _say(f"drawn: {picture}")
+        say(f"drawn: {picture}")
     if error:
         from subquad.mechanisms.error import error_table
 
         console.print(error_table(name))
 
 
-@_command()
-@_options_of(Settings, "settings")
+@declare()
+@options_of(Settings, "settings")
 def compare(
     mechanisms: Annotated[str, Option(help="Names with commas between them, or all.")] = "all",
     lengths: Annotated[str, Option(help="Lengths with commas between them.")] = "512,1024,2048,4096,8192,16384",
@@ -197,12 +114,12 @@ def compare(
     if save is not None:
         write(results, save)
     how = "" if whole(results) else f" --from {out}"
-    _say(f"figures: {out / 'results.json'}; `subquad recommend{how}` uses them")
+    say(f"figures: {out / 'results.json'}; `subquad recommend{how}` uses them")
     if results.interrupted:
         raise typer.Exit(130)
 
 
-@_command()
+@declare()
 def recommend(
     length: Annotated[str, Option(metavar="<int>", help="Tokens in your sequences: 16000, or 16k.")],
     causal: Annotated[bool, Option("--causal/--bidirectional", help="Causal: tokens see earlier ones only.")] = False,
@@ -221,7 +138,7 @@ def recommend(
         console.print(line, soft_wrap=True, highlight=False)
 
 
-@_command()
+@declare()
 def demo(
     out: Annotated[Path, Option(help="Folder for figures, pictures and the report.")] = Path("runs/demo"),
     steps: Annotated[int | None, Option(help="Training steps of each mechanism; by default 150.")] = None,
@@ -235,13 +152,13 @@ def demo(
     check_folder("out", out)
     try:
         run(out, console, Drawing, steps=steps, fresh=fresh)
-        _say(f"report: {write([out]).html}")
+        say(f"report: {write([out]).html}")
     except KeyboardInterrupt:
         console.print("interrupted: finished stages are kept, and the next run continues from there")
         raise typer.Exit(130) from None
 
 
-@_command()
+@declare()
 def report(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folders, or JSON files of results.")],
     out: Annotated[Path | None, Option(help="The HTML file; by default report.html in the first run.")] = None,
@@ -255,10 +172,10 @@ def report(
         check_file("out", out, (".html", ".htm"))
     written = write(runs, out)
     beside = ", ".join(path.name for path in written.beside) or "nothing"
-    _say(f"report: {written.html}\nbeside it: {beside}")
+    say(f"report: {written.html}\nbeside it: {beside}")
 
 
-@_command()
+@declare()
 def atlas(
     runs: Annotated[
         list[Path] | None, Argument(metavar="[RUN...]", help="Runs to show; by default of this machine, else shipped.")
@@ -270,11 +187,11 @@ def atlas(
 
     check_folder("out", out)
     console.print("building the pages and running their examples: about half a minute")
-    _say(f"atlas: {build_atlas(out, runs or ())}")
+    say(f"atlas: {build_atlas(out, runs or ())}")
 
 
-@_command()
-@_options_of(Sampling, "sampling")
+@declare()
+@options_of(Sampling, "sampling")
 def generate(
     checkpoint: Annotated[str, Argument(help="A checkpoint's name, a run, or the folder of a saved model.")],
     count: Annotated[int | None, Option(help="Images to make (default 64), or pieces of music (4).")] = None,
@@ -308,8 +225,8 @@ def generate(
     run(checkpoint, options, console, device)
 
 
-@_command()
-@_options_of(ServeSettings, "settings")
+@declare()
+@options_of(ServeSettings, "settings")
 def serve(
     checkpoint: Annotated[str, Argument(help="A checkpoint's name, a run, or the folder of a saved model.")],
     *,
@@ -325,7 +242,7 @@ def serve(
     run(checkpoint, settings, console)
 
 
-@_command()
+@declare()
 def train(
     task: Annotated[str, Argument(help="digits, copy, images, text, ...; a wrong name lists them all.")],
     out: Annotated[Path | None, Option(help="Folder of the run; by default runs/TASK.")] = None,
@@ -368,13 +285,13 @@ def train(
         rank_console.print("interrupted: the last checkpoint is kept", soft_wrap=True)
         raise typer.Exit(130) from None
     except (OSError, Stopped) as error:  # the run had started, so no setting is wrong: exit code 1
-        raise _failure(error, 1) from None
+        raise failure(error, 1) from None
     if result.ended_by != "leg":
         ended = escape(f"{result.steps:,} steps in {result.seconds:.0f} s: {folder}")
         rank_console.print(ended, soft_wrap=True, highlight=False)
 
 
-@_command()
+@declare()
 def reproduce(
     table: Annotated[
         str, Argument(help="mnist, cifar10, copy, recall, scaling, enwik8, context, imagenet64, music, speech.")
@@ -410,7 +327,7 @@ def reproduce(
     console.print(beside(results))
     if answers := recalled(results):
         console.print(shown(answers))
-    _say(f"figures: {out / table / 'results.json'}")
+    say(f"figures: {out / table / 'results.json'}")
     if save is not None:
         copy_to(results, save)
     if results.interrupted:
@@ -421,24 +338,51 @@ def reproduce(
         raise typer.Exit(1)
 
 
-@_command()
+@declare()
 def lra(
     tasks: Annotated[
         str, Option(help="listops, text, retrieval, image, pathfinder, pathx; all: the first five.")
     ] = "all",
-    mechanisms: Annotated[str, Option(help="Names with commas; or published: the paper's eleven; or all.")] = "all",
+    mechanisms: Annotated[
+        str, Option(help="Names with commas, linear+taps and linear+local too; or published, flagships, all.")
+    ] = "all",
+    pretrain: Annotated[
+        bool, Option("--pretrain", help="Fill in hidden inputs of the training data first, then train on the task.")
+    ] = False,
+    control: Annotated[
+        str | None, Option(help="With --pretrain: a mechanism to train from scratch as well, for as many examples.")
+    ] = None,
     minutes: Annotated[float | None, Option(help="Minutes of this call; repeat the command to continue.")] = None,
     seeds: Annotated[int, Option(help="Runs per task and mechanism, with seeds 0, 1, ...")] = 1,
-    size: Annotated[str, Option(help="small: 2 layers of width 64; original: as in the paper.")] = "small",
+    size: Annotated[
+        str | None,
+        Option(help="small: 2 layers of width 64; original: as in the paper; deep: 3 to 6 layers, for --pretrain."),
+    ] = None,
     steps: Annotated[int | None, Option(help="Steps of every run; by default those of the task's recipe.")] = None,
+    pretrain_steps: Annotated[int | None, Option(help="Steps of every pretraining; by default the recipe's.")] = None,
     cap: Annotated[float | None, Option(help="Seconds per run; by default 1.5 times its share of --minutes.")] = None,
     jobs: Annotated[int, Option(help="Runs in parallel.")] = 1,
     device: AnyDevice = "auto",
     compile: Annotated[bool, Option(help="Use torch.compile: takes a minute per run, pays off in long runs.")] = False,
-    capture: Annotated[bool, Option(help="Compute gradients in CUDA graphs, if the mechanism can.")] = True,
+    capture: Annotated[bool, Option(help="Run updates as CUDA graphs, if the mechanism can.")] = True,
     data: Annotated[
-        list[str] | None, Option("--data", metavar="TASK.KEY=VALUE", help="Such as text.length=2000; repeatable.")
+        list[str] | None,
+        Option(
+            "--data", metavar="TASK.KEY=VALUE", help="text.length=2000, image.augment=flips+crops, ...; repeatable."
+        ),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        Option(
+            "--set",
+            metavar="TASK.PART.KEY=VALUE",
+            help="PART is model, training, pretraining or fill: text.model.depth=4, ...; repeatable.",
+        ),
+    ] = None,
+    prepare: Annotated[bool, Option("--prepare", help="Only make the data, on all cores, and keep it.")] = False,
+    look: Annotated[
+        bool, Option("--look", help="Only draw what pretrained models fill in so far, into PNG files in --out.")
+    ] = False,
     efficiency: Annotated[bool, Option("--efficiency", help="Measure speed and memory by length instead.")] = False,
     lengths: Annotated[str, Option(help="Lengths for --efficiency.")] = "1k,2k,3k,4k,8k,16k",
     batch: Annotated[int, Option(help="Batch for --efficiency.")] = 32,
@@ -449,10 +393,10 @@ def lra(
     """Run the Long Range Arena: every mechanism on every task, with the paper's table beside ours."""
     from subquad.machine import tell_commit
     from subquad.report import lra as table
+    from subquad.studies.lra import arena as harness
     from subquad.studies.lra import efficiency as speed
     from subquad.studies.lra import recipes
-    from subquad.studies.lra.arena import Arena
-    from subquad.studies.lra.arena import lra as run
+    from subquad.studies.lra.plan import Arena
     from subquad.tasks.lra.pack import pack as write
 
     tell_commit(commit)
@@ -461,7 +405,7 @@ def lra(
     if pack is not None:
         check_folder("pack", pack)
         for path in write(pack):
-            _say(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
+            say(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
         return
     if efficiency and minutes is not None:
         raise ValueError("--efficiency does not take --minutes: shorten it with --lengths and --mechanisms")
@@ -471,21 +415,30 @@ def lra(
         )
         for shown in speed.efficiency_tables(speeds):
             console.print(shown)
-        _say(f"figures: {out / 'efficiency.json'}")
+        say(f"figures: {out / 'efficiency.json'}")
         if speeds.interrupted:
             raise typer.Exit(130)
         return
+    chosen = recipes.check_size(("deep" if pretrain else "small") if size is None else size)
     arena = Arena(
-        tasks=recipes.parse_tasks(tasks), mechanisms=names, seeds=seeds, size=recipes.check_size(size), minutes=minutes,
-        steps=steps, cap=cap, jobs=jobs, device=device, compile=compile, capture=capture, data=tuple(data or ()),
+        tasks=recipes.parse_tasks(tasks), mechanisms=names, seeds=seeds, size=chosen, pretrain=pretrain,
+        control=control, minutes=minutes, steps=steps, pretrain_steps=pretrain_steps, cap=cap, jobs=jobs,
+        device=device, compile=compile, capture=capture, data=tuple(data or ()), settings=tuple(settings or ()),
     )  # fmt: skip
+    if prepare:
+        harness.prepare(arena, out, console)
+        return
+    if look:
+        for path in harness.look_at(arena, out):
+            say(f"pictures: {path}")
+        return
     notes = table.read_notes(out / "notes.json")
-    results = run(arena, out, console)
+    results = harness.lra(arena, out, console)
     for shown in table.tables(results, notes):
         console.print(shown)
     for line in table.note_lines(results, notes):
         console.print(line, highlight=False, soft_wrap=True)
-    _say(f"figures: {out / 'results.json'}; write your notes on them into {out / 'notes.json'}")
+    say(f"figures: {out / 'results.json'}; write your notes on them into {out / 'notes.json'}")
     if results.left:
         left = "1 run is" if len(results.left) == 1 else f"{len(results.left)} runs are"
         console.print(f"{left} left: run the same command again to continue")
@@ -493,7 +446,7 @@ def lra(
         raise typer.Exit(130 if results.interrupted else 1)
 
 
-@_command()
+@declare()
 def release(
     run: Annotated[Path, Argument(help="The folder of a finished run of subquad train.")],
     name: Annotated[str, Argument(help="What subquad generate will call it.")],
@@ -503,10 +456,10 @@ def release(
     from subquad.models.shipped import release as write
 
     check_folder("out", out)
-    _say(f"checkpoint: {write(run, name, out)}")
+    say(f"checkpoint: {write(run, name, out)}")
 
 
-@_command()
+@declare()
 def convert(
     source: Annotated[
         str, Argument(help="A run, a saved model's folder, a checkpoint's name, or transformers' folder.")
@@ -526,10 +479,10 @@ def convert(
     extra("transformers", "hf", "folders for Hugging Face").utils.logging.disable_progress_bar()
     from subquad.hf import convert as run
 
-    _say(f"written: {run(source, out, to, tokenizer)}")  # type: ignore[arg-type] # the function checks `to`
+    say(f"written: {run(source, out, to, tokenizer)}")  # type: ignore[arg-type] # the function checks `to`
 
 
-@_command()
+@declare()
 def linearise(
     model: Annotated[str, Argument(help="A decoder: its folder, a .gguf file, or its name on the hub.")],
     out: Annotated[Path, Option(help="Folder for the student; the same command continues there.")],
@@ -588,11 +541,11 @@ def linearise(
     for table in terminal(report):
         console.print(table)
     console.print(escape(report["verdict"]), highlight=False, soft_wrap=True)
-    _say(f"student: {out}; figures: {out / 'linearise.json'}; page: {out / 'README.md'}")
+    say(f"student: {out}; figures: {out / 'linearise.json'}; page: {out / 'README.md'}")
 
 
-@_command("generation", group=bench)
-@_options_of(GenerationSettings, "options")
+@declare("generation", group=bench)
+@options_of(GenerationSettings, "options")
 def bench_generation(
     out: Annotated[Path, Option(help="JSON file.")] = Path("runs/bench/generation.json"), *, options: GenerationSettings
 ) -> None:

@@ -44,12 +44,17 @@ class PooledEncoder(nn.Module):
         with ranks.laid_out(length_of(inputs)):
             return self._pooled(self.embedding(inputs, lengths, name=name, lengths_name=lengths_name), lengths)
 
-    def _pooled(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        lengths = check_lengths(lengths, x)
+    def mix(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """The vectors of all positions of embedded inputs, [B, T', D]; the learned first position comes before them."""
         if self.cls is not None:
             x = torch.cat((self.cls.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
             lengths = None if lengths is None else lengths + 1
-        y = self.transformer(x, lengths)
+        y: Tensor = self.transformer(x, lengths)
+        return y
+
+    def _pooled(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        lengths = check_lengths(lengths, x)
+        y = self.mix(x, lengths)
         if self.pooling == "none":
             return y
         if self.cls is not None:

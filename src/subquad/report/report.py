@@ -14,13 +14,13 @@ from subquad.disk import blaming
 from subquad.machine import readable
 from subquad.measure.cost import Row, Spread
 from subquad.measure.growth import RATIOS, names, series
-from subquad.report import charts, reproduce_html, training_runs
+from subquad.report import charts, lra, reproduce_html, training_runs
 from subquad.report.html import Cell, number, render, size, spelt
 from subquad.report.published import beside
 from subquad.report.runs import Json, Run, by_task, compared, read
 from subquad.studies.columns import COLUMNS, Column
 from subquad.studies.published import TABLES
-from subquad.studies.results import to_json
+from subquad.studies.results import ArenaTable, to_json
 from subquad.training.folder import CONFIG
 
 SPREADS = [field.name for field in fields(Row) if field.type == Spread | None]
@@ -66,6 +66,7 @@ def make(runs: Sequence[Run], files: Sequence[str] = ()) -> str:
             for i, run in enumerate(run for run in runs if run.kind == "reproduce")
         ],
         published=beside(TABLES.values(), runs, only_ours=True),
+        arenas=[_arena(run) for run in runs if isinstance(run.figures, ArenaTable) and lra.cells(run.figures)],
         others=[_generic(run) for run in runs if run.kind not in ("compare", "reproduce", "train")],
         machines=[(run.title, _provenance(run)) for run in runs],
         files=files,
@@ -222,6 +223,22 @@ def _provenance(run: Run) -> Json:
     known: Json = {key: run.data[key] for key in ("subquad", "commit", "date") if key in run.data}
     machine = {k: size(v).shown if k.endswith("_bytes") and v else v for k, v in run.machine.items()}
     return {"file": run.path.name, **known, **machine, **run.settings}
+
+
+def _arena(run: Run) -> Json:
+    """The tables of `subquad lra`: how each figure came about, in columns that sort."""
+    assert isinstance(run.figures, ArenaTable)
+    lines = lra.how(run.figures)
+    columns = ["task", "row", "accuracy, %", "best of the seeds", "seeds", "pretrained", "augmentation", "positions"]
+    columns += ["updates before", "updates on the task", "examples before", "examples on the task", "GPU seconds"]
+    rows = []
+    for line in lines:
+        named = [Cell(line.task), Cell(line.row), number(line.accuracy, 4), number(line.best, 4), number(line.seeds)]
+        words = [Cell(line.pretrained), Cell(line.augmentation), Cell(line.positions)]
+        counts = [number(round(value)) for value in (*line.updates, *line.examples)]
+        rows.append([*named, *words, *counts, number(round(line.seconds))])
+    caption = lra.caption(run.figures)
+    return {"name": run.name, "title": run.title, "columns": columns, "rows": rows, "notes": caption.splitlines()}
 
 
 def _generic(run: Run) -> Json:

@@ -175,6 +175,18 @@ class ReproducedTable(Figures):
 
 
 @dataclass(kw_only=True)
+class ArenaPretraining:
+    """What came before a run: filling in the inputs of its training data."""
+
+    way: str  # "50 % hidden", or "next input" for models that read from left to right
+    steps: int
+    seconds: float
+    loss: float | None = None  # on held-out training inputs
+    right: float | None = None  # % of hidden inputs
+    ended_by: str = "steps"
+
+
+@dataclass(kw_only=True)
 class ArenaRun:
     """One training of the Long Range Arena."""
 
@@ -184,6 +196,9 @@ class ArenaRun:
     seed: int
     task: str
     settings: Json
+    start: str = "scratch"  # or "pretrained", or "control": from scratch with the updates of both phases
+    pretraining: ArenaPretraining | None = field(default=None, metadata=OPTIONAL)
+    jobs: int | None = field(default=None, metadata=OPTIONAL)  # runs side by side on the device
     accuracy: float | None = field(default=None, metadata=OPTIONAL)
     loss: float | None = field(default=None, metadata=OPTIONAL)
     validation: float | None = field(default=None, metadata=OPTIONAL)
@@ -217,6 +232,7 @@ class ArenaTable(Figures):
     runs: list[ArenaRun] = field(default_factory=list)
     quality: list[Quality] = field(default_factory=list)
     rows: list[Json] = field(default_factory=list)  # always empty
+    baselines: dict[str, float] = field(default_factory=dict)  # by column: % of a bag of words, on a stand-in
     left: list[str] = field(default_factory=list)
     failed: int = 0  # how many runs of the last call failed
     interrupted: bool = False

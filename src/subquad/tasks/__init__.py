@@ -1,4 +1,4 @@
-"""Experiments, one file each. A new task is a file here and its name in ALL or ARENA."""
+"""Experiments, one file each. A new task is a file here and its name in ALL, or in ARENA of lra/fill.py."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,7 @@ from subquad.models import LanguageModel
 from subquad.tasks.copy import Copy
 from subquad.tasks.digits import Digits
 from subquad.tasks.images import Images
-from subquad.tasks.lra.image import Image
-from subquad.tasks.lra.listops import ListOps
-from subquad.tasks.lra.pathfinder import Pathfinder, PathX
-from subquad.tasks.lra.retrieval import Retrieval
-from subquad.tasks.lra.text import Text as IMDb
+from subquad.tasks.lra.fill import ARENA, Fill
 from subquad.tasks.music import Music
 from subquad.tasks.pairs import Pairs
 from subquad.tasks.recall import Recall
@@ -20,8 +16,7 @@ from subquad.tasks.text import Text
 from subquad.tasks.write_images import image_shape
 from subquad.training.task import Task
 
-ARENA: tuple[type[Task], ...] = (ListOps, IMDb, Retrieval, Image, Pathfinder, PathX)
-ALL: tuple[type[Task], ...] = (Digits, Copy, Images, Text, Speech, Music, Pairs, Recall, *ARENA)
+ALL: tuple[type[Task], ...] = (Digits, Copy, Images, Text, Speech, Music, Pairs, Recall, *ARENA, Fill)
 TASKS = {task.name: task for task in ALL}
 TRIALS = {name: trial for name, task in sorted(TASKS.items()) if (trial := task.trial()) is not None}
 

@@ -192,14 +192,20 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def copy_into(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], source: str) -> None:
-    """Copy tensors into targets of the same names, sharded or not; errors name `source`."""
+def copy_into(
+    tensors: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
+    source: str,
+    advice: str = "it belongs to another model",
+) -> None:
+    """Copy tensors into targets of the same names, sharded or not; errors name `source`, and end with `advice`."""
     for name, target in targets.items():
         if name not in tensors:
-            raise ValueError(f"{source} lacks {name}: it belongs to another model")
+            raise ValueError(f"{source} lacks {name}: {advice}")
         value = tensors[name]
         if value.shape != target.shape:
-            raise ValueError(f"{source}: {name} has shape {list(value.shape)}: accepted is {list(target.shape)}")
+            wanted = f"accepted is {list(target.shape)}"
+            raise ValueError(f"{source}: {name} has shape {list(value.shape)}: {wanted}, as {advice}")
         if isinstance(target, DTensor):
             value = value.to(target.device)
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)

@@ -13,7 +13,7 @@ from subquad.models.config import Config
 # settings that may change on resume, because they do not affect what is learned
 FREE_ON_RESUME = (
     "micro_batch", "compile", "capture", "parallel", "sequence", "keep", "checkpoint_every", "log_every",
-    "evaluate_batch",
+    "evaluate_batch", "start",
 )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ class TrainingConfig(Config):
     log_every: int = 20  # steps
     minutes: float | None = None  # of training, over all legs; the schedule ends with them
     seed: int = 0
+    start: str | None = None  # a run, or a folder of weights: the encoder begins from it, the head does not
     parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
     sequence: int | None = None  # ranks that share each sequence; any number, 1 too, drops out the same positions
 

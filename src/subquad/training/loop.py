@@ -30,7 +30,7 @@ from subquad.training.evaluate import Wired, evaluate
 from subquad.training.feed import Feed, Part, pieces_of
 from subquad.training.folder import RESULT, Folder, plain
 from subquad.training.log import Log, Meter, duration, memory
-from subquad.training.models import copy_of, damage_of, digest_in, load_weights, make_model, save_model
+from subquad.training.models import copy_of, damage_of, digest_in, load_encoder, load_weights, make_model, save_model
 from subquad.training.optimisers import Optimiser, scale_and_clip
 from subquad.training.precision import AtOnce, Precision
 from subquad.training.schedules import Schedule
@@ -76,7 +76,10 @@ class Run:
         self.sources = _sources(task, ranks)
         self.order = Order(len(self.sources["train"]), training.batch, training.seed, training.shuffle)
         torch.manual_seed(training.seed)
-        self.model = make_model(task, config.model).to(device)
+        self.model = make_model(task, config.model)
+        if training.start is not None and not (folder is not None and checkpoints.names(folder.checkpoints)):
+            load_encoder(self.model, Path(training.start))
+        self.model.to(device)
         self.wired = Wired(task, self.model, ranks)
         ranks.shard(self.wired, blocks_of(self.model))
         if training.compile:

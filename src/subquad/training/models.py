@@ -6,9 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from subquad.checks import refuse
 from subquad.models.saving import WEIGHTS, Model, digest_tensors, tensors_of
 from subquad.training import checkpoints
 from subquad.training.task import Task
+
+ENCODER = "tower."  # the names of an encoder's weights in a classifier, a matcher and a filler begin so
 
 
 def make_model(task: Task, fields: Mapping[str, Any]) -> nn.Module:
@@ -31,6 +34,22 @@ def save_model(model: nn.Module, path: Path) -> None:
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load weights into a model, sharded or not; ValueError if they cannot be read."""
     checkpoints.copy_into(_read(path), tensors_of(model), str(path))
+
+
+def load_encoder(model: nn.Module, folder: Path) -> None:
+    """Load the encoder of a run, or of a folder of weights, into a model with the same encoder; its head stays.
+
+    ValueError names a weight that is missing or has another shape.
+    """
+    encoder = {name: tensor for name, tensor in tensors_of(model).items() if name.startswith(ENCODER)}
+    if not encoder:
+        accepted = "null for a model without an encoder; classifiers of the arena's tasks have one"
+        refuse("training.start", str(folder), accepted)
+    path = folder / "model" if (folder / "model").is_dir() else folder
+    if not (path / WEIGHTS).is_file():
+        refuse("training.start", str(folder), f"a finished run, or a folder that holds {WEIGHTS}")
+    advice = "the settings of both models must agree, other than the head's"
+    checkpoints.copy_into(_read(path), encoder, f"training.start={path}", advice)
 
 
 def digest_in(path: Path) -> str:

@@ -19,8 +19,9 @@ from subquad.pool import Worker, end_with, exchange
 from subquad.report import lra as table
 from subquad.studies.lra import arena as harness
 from subquad.studies.lra import recipes, worker
-from subquad.studies.lra.arena import Arena, budget_line, lra, plan
+from subquad.studies.lra.arena import budget_line, lra
 from subquad.studies.lra.efficiency import NAIVE, Step, efficiency, efficiency_tables
+from subquad.studies.lra.plan import Arena, plan
 from subquad.studies.lra.recipes import OPTIONS, PUBLISHED, RECIPES, direction, mixer, model_of, training_of
 from subquad.studies.results import ArenaBudget, ArenaRun, ArenaTable, to_json
 from subquad.tasks import TASKS

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from subquad.data import files
-from subquad.tasks.lra import image
+from subquad.tasks.lra import image, retrieval
 from subquad.tasks.lra.image import Image
 from subquad.tasks.lra.listops import ListOps
 from subquad.tasks.lra.pack import pack
 from subquad.tasks.lra.pathfinder import Pathfinder
-from subquad.tasks.lra.retrieval import STAND_IN, Retrieval, pairs, read_tsv
+from subquad.tasks.lra.retrieval import STAND_IN, Retrieval, bag_of_words, pairs, read_tsv
 from subquad.tasks.lra.task import Classification, cut
 from subquad.tasks.lra.text import Text
 from subquad.training.task import SPLITS, Split
@@ -123,6 +123,23 @@ def test_no_single_review_tells_the_label() -> None:
     assert abs(agree[labels == 1].mean() - agree[labels == 0].mean()) < 0.03
     sizes = np.bincount(films)[films[rows[:, 1]]]
     assert abs((sizes[labels == 1] > 10).mean() - (sizes[labels == 0] > 10).mean()) < 0.03
+
+
+def test_a_bag_of_words_finds_films_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    films, liked = np.repeat(np.arange(100), 6), np.tile([0, 1], 300)
+
+    def stored(named: bool) -> dict[str, np.ndarray]:
+        words = [
+            f"a {'good' if like else 'bad'} {f'film{film}' if named else 'film'}"
+            for film, like in zip(films, liked, strict=True)
+        ]
+        pieces = [np.frombuffer(text.encode(), np.uint8) for text in words]
+        starts = np.cumsum([0, *map(len, pieces)])
+        return {"text": np.concatenate(pieces), "starts": starts, "labels": liked, "films": films}
+
+    for named, low, high in ((True, 100, 100), (False, 40, 60)):
+        monkeypatch.setattr(retrieval, "stored", lambda named=named: stored(named))
+        assert low <= bag_of_words(Retrieval(held_out=400)) <= high
 
 
 def test_retrieval_stand_in(data: Path) -> None:

@@ -6,130 +6,44 @@ written after each run.
 
 import itertools
 import json
-import math
 import os
 import queue
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 
-from subquad.checks import at_least, refuse
 from subquad.disk import lock_folder
-from subquad.machine import available, origin
+from subquad.machine import origin
 from subquad.measure.growth import grouped
 from subquad.pool import Died, Worker
-from subquad.studies.lra.recipes import NAMES, OPTIONS, RECIPES, Size, model_of, training_of
-from subquad.studies.results import ArenaBudget, ArenaRun, ArenaTable, Quality, continued, from_json, save, to_json
+from subquad.studies.lra.plan import SHORTEST, Arena, Start, plan
+from subquad.studies.lra.recipes import HYBRIDS, OPTIONS, RECIPES
+from subquad.studies.results import (
+    ArenaBudget,
+    ArenaPretraining,
+    ArenaRun,
+    ArenaTable,
+    Quality,
+    continued,
+    from_json,
+    save,
+    to_json,
+)
 from subquad.tasks import TASKS
+from subquad.tasks.lra.fill import best_weights, look
 from subquad.tasks.lra.pathfinder import Pathfinder, sheet
-from subquad.training.config import parse
-from subquad.training.folder import CONFIG, read_config
+from subquad.tasks.lra.retrieval import Retrieval, bag_of_words
+from subquad.tasks.lra.task import Picture
 
 Json = dict[str, Any]
-SLACK = 1.5  # a run may take this many times its share of the minutes: slow runs use the time that fast ones leave
-SEEDS = 1000  # at most: all runs are planned before the first one starts
+STARTS = get_args(Start)
 BUSY = "another process runs or measures the arena there"
-SHORTEST = 10.0  # seconds: with less time left no run is started
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arena:
-    """What to run, and what it may cost."""
-
-    tasks: tuple[str, ...]
-    mechanisms: tuple[str, ...]
-    seeds: int = 1
-    size: Size = "small"
-    minutes: float | None = None  # of this call; the next call does the remaining runs
-    steps: int | None = None  # of every run; None: as the recipes say
-    cap: float | None = None  # seconds of a run; None: 1.5 times its share of the minutes
-    jobs: int = 1
-    device: str = "auto"
-    compile: bool = False  # use torch.compile if the mechanism can: worth it for runs longer than the minute it takes
-    capture: bool = True  # gradients from a CUDA graph, if the mechanism can
-    data: tuple[str, ...] = ()  # "pathfinder.train=60000"
-
-    def __post_init__(self) -> None:
-        for name in ("tasks", "mechanisms"):
-            if not getattr(self, name):
-                refuse(name, "", "at least one name, or all")
-        at_least(self, seeds=1, jobs=1, **({} if self.steps is None else {"steps": 1}))
-        if self.seeds > SEEDS:
-            refuse("seeds", self.seeds, f"an integer of at most {SEEDS:,}")
-        for name in ("minutes", "cap"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                refuse(name, getattr(self, name), "a positive number")
-        if self.minutes is not None and 60 * self.minutes < SHORTEST:
-            refuse("minutes", self.minutes, f"at least {SHORTEST / 60:.2f}, with less no run starts")
-        for setting in self.data:
-            column, _, _ = _parse(setting)
-            if column not in self.tasks:
-                raise ValueError(f"--data {setting} cannot work: the tasks are {', '.join(self.tasks)}")
-
-    @property
-    def place(self) -> str:
-        return available(self.device)
-
-    def seconds_a_run(self) -> float | None:
-        if self.cap is not None or self.minutes is None:
-            return self.cap
-        runs = len(self.tasks) * len(self.mechanisms) * self.seeds
-        return round(SLACK * 60 * self.minutes * min(self.jobs, runs) / runs, 1)
-
-
-def plan(arena: Arena, out: Path, cap: float | None) -> list[Json]:
-    """A job for each run, seed by seed, then task by task, so that an early end leaves complete columns.
-
-    A run that was started keeps its time budget, unless this call sets the seconds of a run.
-    """
-    jobs = []
-    for seed in range(arena.seeds):
-        for task in arena.tasks:
-            data = TASKS[RECIPES[task].task].from_options(_data(arena, task)).options()
-            for name in arena.mechanisms:
-                path = Path(arena.size) / task / name / f"seed{seed}"
-                training = training_of(task, arena.size, arena.steps, seed)
-                minutes = None if cap is None else cap / 60
-                if arena.cap is None and (out / path / CONFIG).is_file():
-                    minutes = read_config(out / path).training.minutes
-                if minutes is not None:
-                    training["minutes"] = minutes
-                job = {"name": str(path), "column": task, "mechanism": name, "seed": seed, "task": RECIPES[task].task}
-                job |= {"data": data, "model": model_of(task, name, arena.size), "training": training}
-                job |= {"compile": arena.compile, "capture": arena.capture, "folder": str(out / path)}
-                jobs.append(job)
-    return jobs
-
-
-def _data(arena: Arena, task: str) -> Json:
-    """The data settings of this task: the recipe's, then those of the call."""
-    recipe = RECIPES[task]
-    settings = dict(recipe.data if arena.size == "small" else recipe.original_data)
-    known = TASKS[recipe.task]().options()
-    for setting in arena.data:
-        column, key, value = _parse(setting)
-        if column == task:
-            if key not in known:
-                raise ValueError(f"--data {setting} cannot work: {task} has {', '.join(known) or 'no such settings'}")
-            settings[key] = value
-    return settings
-
-
-def _parse(setting: str) -> tuple[str, str, Any]:
-    """ "imdb.length=2000" -> text, length, 2000"""
-    try:
-        (column, key), value = parse(setting)
-    except ValueError:
-        raise ValueError(
-            f"--data {setting} cannot be read: accepted is TASK.KEY=VALUE, such as text.length=2000"
-        ) from None
-    return NAMES.get(column, column), key, value
 
 
 def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> ArenaTable:
@@ -142,7 +56,7 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Aren
         cap = arena.seconds_a_run() if cap is None else cap
         jobs = plan(arena, out, cap)
         budget = ArenaBudget(size=arena.size, seeds=arena.seeds, steps=arena.steps, seconds_a_run=cap, jobs=arena.jobs)
-        results = ArenaTable(**origin(arena.place), budget=budget, runs=before.runs)
+        results = ArenaTable(**origin(arena.place), budget=budget, runs=before.runs, baselines=before.baselines)
         trained = {run.name: run for run in results.runs if run.ended_by in ("steps", "minutes")}
         todo = [job for job in jobs if job["name"] not in trained or not _same(trained[job["name"]], job)]
         planned = [_run_of(job, {}, results.commit) for job in jobs]
@@ -153,7 +67,7 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Aren
         known = {job["name"]: job for job in todo}
         results.runs = [run for run in results.runs if run.error is None or run.name not in known]  # failed: try again
         try:
-            missing = _prepare(todo, out, console) if prepare else {}
+            missing = _prepare(todo, out, console, results.baselines) if prepare else {}
             ready = [job for job in todo if job["name"] not in missing]
             failed = ({"name": name, "error": why} for name, why in missing.items())
             for answer in itertools.chain(failed, side_by_side(ready, arena, deadline)):
@@ -173,8 +87,35 @@ def lra(arena: Arena, out: Path, console: Console, prepare: bool = True) -> Aren
         return results
 
 
-def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str]:
-    """Prepare each data set once, before several processes need it; returns the runs without data, and why."""
+def prepare(arena: Arena, out: Path, console: Console) -> None:
+    """Make the data of the runs, on all cores, and keep it; raises if some cannot be made."""
+    out.mkdir(parents=True, exist_ok=True)
+    missing = _prepare(plan(arena, out, None), out, console, {})
+    if missing:
+        raise ValueError("; ".join(dict.fromkeys(missing.values())))
+
+
+def look_at(arena: Arena, out: Path) -> list[Path]:
+    """Draw what the pretrained models of these tasks and mechanisms fill in so far: the PNG files."""
+    jobs = [job for job in plan(arena, out, None) if issubclass(TASKS[job["task"]], Picture)]
+    runs = {job["name"]: Path(job["folder"]) / "pretraining" for job in jobs if job["start"] == "pretrained"}
+    begun = {name: folder for name, folder in runs.items() if best_weights(folder) is not None}
+    if not begun:
+        wanted = "runs that --pretrain has evaluated at least once, on image, pathfinder or pathx"
+        looked = ", ".join(runs) or "no pretraining on pictures among these tasks, or no --pretrain"
+        raise ValueError(f"--look found nothing in {out} ({looked}): accepted are {wanted}")
+    written = []
+    for name, folder in begun.items():
+        written.append(out / f"filled_{name.replace('/', '_')}.png")
+        look(folder, written[-1])
+    return written
+
+
+def _prepare(todo: Sequence[Json], out: Path, console: Console, baselines: dict[str, float]) -> dict[str, str]:
+    """Prepare each data set once, before several processes need it; returns the runs without data, and why.
+
+    `baselines`: what a bag of words scores on the stand-in for Retrieval is added, if it is not there yet.
+    """
     missing: dict[str, str] = {}
     for name, data in {json.dumps((job["task"], job["data"])): (job["task"], job["data"]) for job in todo}.values():
         begun = time.monotonic()
@@ -185,6 +126,9 @@ def _prepare(todo: Sequence[Json], out: Path, console: Console) -> dict[str, str
             missing |= {job["name"]: str(error) for job in todo if (job["task"], job["data"]) == (name, data)}
             continue
         console.print(f"{name}: {' / '.join(sizes)} examples, {time.monotonic() - begun:.0f} s", highlight=False)
+        if isinstance(task, Retrieval) and task.folder is None and "retrieval" not in baselines:
+            baselines["retrieval"] = bag_of_words(task)
+            console.print(f"{name}: a bag of words scores {baselines['retrieval']:.1f} %", highlight=False)
         if isinstance(task, Pathfinder) and task.folder is None:
             sheet(task, out / f"{name}.png")
             console.print(f"{name}: examples are in {out / name}.png", highlight=False, soft_wrap=True)
@@ -238,14 +182,14 @@ def _same(run: ArenaRun, job: Json) -> bool:
 
 
 def _settings(job: Json) -> Json:
-    settings: Json = to_json({key: job[key] for key in ("data", "model", "training")})
+    settings: Json = to_json({key: job[key] for key in ("data", "model", "training", "pretraining") if key in job})
     return settings
 
 
 def _run_of(job: Json, answer: Json, commit: str | None) -> ArenaRun:
     recipe = RECIPES[job["column"]]
     stand_in = getattr(TASKS[recipe.task], "stand_in", None) if not job["data"].get("folder") else None
-    about = {key: job[key] for key in ("name", "column", "mechanism", "seed")}
+    about = {key: job[key] for key in ("name", "column", "mechanism", "seed", "start", "jobs")}
     about |= {"task": stand_in or recipe.title, "settings": _settings(job), "commit": commit}
     run: ArenaRun = from_json(ArenaRun, {**about, **answer.get("result", {}), "error": answer.get("error")}, "run")
     return run
@@ -256,14 +200,20 @@ def of_size(results: ArenaTable) -> list[ArenaRun]:
     return sorted((run for run in results.runs if run.name.startswith(f"{results.budget.size}/")), key=_place)
 
 
+def row_of(run: ArenaRun) -> str:
+    """The name of a run's row: its mechanism, and how it started if not from scratch."""
+    return run.mechanism if run.start == "scratch" else f"{run.mechanism}, {run.start}"
+
+
 def _place(run: ArenaRun) -> tuple[Any, ...]:
     """Sort key: the run's place in the table, whichever call made it."""
-    return [*OPTIONS, run.mechanism].index(run.mechanism), run.mechanism, [*RECIPES].index(run.column), run.seed
+    names = [*OPTIONS, *HYBRIDS, run.mechanism]
+    return names.index(run.mechanism), run.mechanism, STARTS.index(run.start), [*RECIPES].index(run.column), run.seed
 
 
 def _quality(runs: Sequence[ArenaRun]) -> list[Quality]:
     """Means over the seeds, as `subquad report` reads them."""
-    trained = grouped(((run.mechanism, run.task), run) for run in runs if run.accuracy is not None)
+    trained = grouped(((row_of(run), run.task), run) for run in runs if run.accuracy is not None)
     quality = []
     for (mechanism, task), seeds in trained.items():
         mean, run = statistics.fmean(run.accuracy or 0.0 for run in seeds), seeds[0]
@@ -285,18 +235,35 @@ def budget_line(size: str, runs: Sequence[ArenaRun]) -> str:
 
 def _allowed(run: ArenaRun) -> str:
     training = run.settings["training"]
+    before = run.settings.get("pretraining")
+    return ("" if before is None else f"{_steps(before['training'])} of pretraining, then ") + _steps(training)
+
+
+def _steps(training: Json) -> str:
     seconds = "" if training.get("minutes") is None else f" or {60 * training['minutes']:.0f} s"
     return f"{training['steps']:,} steps of {training['batch']}{seconds}"
 
 
 def _line(run: ArenaRun) -> str:
-    where = f"{run.column}, {run.mechanism}, seed {run.seed}"
+    where = f"{run.column}, {row_of(run)}, seed {run.seed}"
     if run.error is not None:
         return f"{where}: {run.error}"
+    before = run.pretraining
+    if run.ended_by == "leg" and before is not None and before.ended_by == "leg":
+        return f"{where}: {before.steps:,} steps of pretraining so far, loss {_loss(before)}, the rest in the next call"
     if run.ended_by == "leg":
         return f"{where}: {run.steps:,} steps so far, the rest in the next call"
     cut = "" if run.ended_by == "steps" else " (cut short by time)"
-    return f"{where}: {run.accuracy:.2f} % after {run.steps:,} steps{cut}, {run.seconds:.0f} s"
+    first = (
+        ""
+        if before is None
+        else f", after {before.steps:,} steps of pretraining (loss {_loss(before)}), {before.seconds:.0f} s"
+    )
+    return f"{where}: {run.accuracy:.2f} % after {run.steps:,} steps{cut}, {run.seconds:.0f} s{first}"
+
+
+def _loss(before: ArenaPretraining) -> str:
+    return "-" if before.loss is None else f"{before.loss:.4f}"
 
 
 def _earlier(path: Path) -> ArenaTable:

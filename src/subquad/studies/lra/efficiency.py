@@ -1,7 +1,7 @@
 """The arena's second table: training steps a second and peak memory on byte text, as the sequence grows.
 
 A step is forward, backward and AdamW of the small model on `batch` sequences. On a GPU it runs as the arena trains it:
-with gradients from a CUDA graph if the mechanism can ("captured"). Exact softmax is measured twice: as a flash kernel,
+the whole update as a CUDA graph if the mechanism can ("captured"). Exact softmax is measured twice: as a flash kernel,
 and "naive", with the T x T matrix in memory as in the paper's implementation. Peak memory is without the graph.
 """
 
@@ -39,13 +39,13 @@ from subquad.models.blocks import Block
 from subquad.ops.rotary import Turns
 from subquad.studies.columns import plain_table
 from subquad.studies.lra.arena import BUSY
-from subquad.studies.lra.recipes import direction, directions, mixer
+from subquad.studies.lra.recipes import directions, model_of
 from subquad.studies.results import EfficiencyRow, EfficiencyTable, save, set_aside
 from subquad.tasks.lra.pack import SUFFIX
 from subquad.tasks.lra.task import SMALL
 from subquad.tasks.lra.text import stored
-from subquad.training.capture import Captured, captured_gradients
-from subquad.training.task import Batch, Loss
+from subquad.training.capture import Captured
+from subquad.training.task import Batch
 
 NAIVE = "softmax, naive"
 LENGTHS = (1024, 2048, 3072, 4096, 8192, 16384)
@@ -70,8 +70,7 @@ class Step(Subject):
         self.name, self.shape = name, shape
         torch.manual_seed(0)
         named = "softmax" if name == NAIVE else name
-        fields = {**SMALL, "mechanism": mixer("text", named), **direction(named, SMALL)}
-        fields |= {"dropout": 0.0, "max_length": shape.length}
+        fields = {**SMALL, **model_of("text", named, "small"), "dropout": 0.0, "max_length": shape.length}
         self.model = Classifier(vocab=256, classes=2, **fields).to(shape.device)
         if name == NAIVE:
             for block in self.model.modules():
@@ -80,36 +79,40 @@ class Step(Subject):
         self.mix = self.model  # type: ignore[assignment]
         self.x = tokens.to(shape.device)
         self.batch = {"tokens": self.x, "labels": (torch.arange(shape.batch) % 2).to(shape.device)}
-        self.gradients: Callable[[Batch], Loss] = self._gradients
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=shape.device != "cpu")
+        self.update: Callable[[Batch], bool] = self._update
+        cuda = torch.device(shape.device).type == "cuda"
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=cuda, capturable=cuda)
 
     def training(self) -> None:
         self.model.train()
-        self.gradients(self.batch)
-        self.optimiser.step()
-        self.model.zero_grad(set_to_none=not isinstance(self.gradients, Captured))
+        self.update(self.batch)
 
-    def _gradients(self, batch: Batch) -> Loss:
+    def _update(self, batch: Batch) -> bool:
         kind = torch.device(self.shape.device).type
         half = torch.autocast(kind, torch.bfloat16) if self.shape.dtype == "bfloat16" else contextlib.nullcontext()
         with half:
             loss = self.model.loss(batch["tokens"], batch["labels"])
         loss.backward()
-        return Loss(loss.detach(), loss.new_ones(()))
+        self.optimiser.step()
+        self.model.zero_grad(set_to_none=True)
+        return True
+
+    def _changed(self) -> list[Tensor]:
+        held = [t for state in self.optimiser.state.values() for t in state.values() if isinstance(t, Tensor)]
+        return [*self.model.parameters(), *self.model.buffers(), *held]
 
     def capture(self) -> bool:
-        """Compute gradients by a CUDA graph from now on; False if the mechanism cannot be captured."""
-        captured = captured_gradients(self._gradients, self.model)
+        """Run updates as a CUDA graph from now on; False if the mechanism cannot be captured."""
+        captured = Captured(self._update, self._changed)
         try:
             captured(self.batch)
         except ValueError:
             return False
-        self.gradients = captured
+        self.update = captured
         return True
 
     def own_bytes(self) -> int:
-        held = [t for state in self.optimiser.state.values() for t in state.values() if isinstance(t, Tensor)]
-        return tensor_bytes([*self.model.parameters(), *self.model.buffers(), self.x, *held])
+        return tensor_bytes([*self._changed(), self.x])
 
 
 def efficiency(
@@ -191,7 +194,7 @@ def _too_much(name: str, shape: Shape, rows: Sequence[EfficiencyRow], limit: flo
         return None
     if last.steps_per_second is None or last.peak_bytes is None:
         return f"not tried: {last.skipped}".replace("not tried: not tried", "not tried")
-    cls = mechanism("softmax" if name == NAIVE else name)
+    cls = mechanism("softmax" if name == NAIVE else name.partition("+")[0])
     seconds = grown(1 / last.steps_per_second, last.length, shape.length, cls.exponent)
     size = grown(last.peak_bytes, last.length, shape.length, 2.0 if name == NAIVE else cls.memory)
     if seconds > limit and seconds > SLOW:

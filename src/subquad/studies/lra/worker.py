@@ -1,6 +1,7 @@
 """The process that trains runs of the arena, one after the other; several of them share a GPU."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ from rich.console import Console
 
 from subquad.measure.cost import first_line
 from subquad.pool import serve
+from subquad.tasks import TASKS
+from subquad.tasks.lra.fill import INNER, Fill, look
+from subquad.tasks.lra.task import Picture
 from subquad.training.config import TrainingConfig
 from subquad.training.log import curve, logged
 from subquad.training.loop import Result
 from subquad.training.train import train
 
 Json = dict[str, Any]
+LOOK = "filled.png"  # in the folder of a pretraining on pictures
+LEAST = 1.0  # seconds of a phase, however little time is left
 
 
 def run(job: Json, device: str) -> Json:
@@ -31,8 +37,7 @@ def run(job: Json, device: str) -> Json:
         console = Console(file=file, width=160)
         for compile, capture in _ways(job, cuda):
             try:
-                result = _trained(job, device, compile, capture, console)
-                return {"result": {**_figures(result), "curve": curve(logged(folder), "accuracy")}}
+                return {"result": _trained(job, device, compile, capture, console)}
             except Exception as error:
                 reason = f"{type(error).__name__}: {first_line(error)}"
                 if not compile and not (capture and isinstance(error, ValueError) and "training.capture" in str(error)):
@@ -51,24 +56,42 @@ def _ways(job: Json, cuda: bool) -> Iterator[tuple[bool, bool]]:
         yield False, False
 
 
-def _trained(job: Json, device: str, compile: bool, capture: bool, console: Console) -> Result:
-    from subquad.tasks import TASKS
+def _trained(job: Json, device: str, compile: bool, capture: bool, console: Console) -> Json:
+    """Train both phases of a run, or as much as there is time for; returns its figures."""
+    folder, faster = Path(job["folder"]), {"compile": compile, "capture": capture}
+    given = {**job["training"], **faster}
+    deadline = None if job["leg"] is None else time.monotonic() + 60 * job["leg"]
 
-    task = TASKS[job["task"]].from_options(job["data"])
-    faster = {"compile": compile, "capture": capture}
-    training = TrainingConfig.from_dict({**task.training.to_dict(), **job["training"], **faster})
-    return train(
-        task, training, job["model"], job["folder"], resume=True, device=device, console=console, leg=job["leg"]
-    )  # fmt: skip
+    def phase(name: str, data: Json, training: Json, place: Path) -> Result:
+        task = TASKS[name].from_options(data)
+        config = TrainingConfig.from_dict({**task.training.to_dict(), **training})
+        leg = None if deadline is None else max(LEAST, deadline - time.monotonic()) / 60
+        return train(task, config, job["model"], place, resume=True, device=device, console=console, leg=leg)
+
+    if "pretraining" not in job:
+        return _figures(phase(job["task"], job["data"], given, folder), folder)
+    before, place = job["pretraining"], folder / "pretraining"
+    filled = phase(Fill.name, before["data"], {**before["training"], **faster}, place)
+    measures = filled.test or filled.validation
+    known = {"steps": filled.steps, "seconds": filled.seconds, "ended_by": filled.ended_by}
+    known |= {name: measures[name] for name in ("loss", "right") if name in measures}
+    known["way"] = Fill.from_options(before["data"]).way(bool(job["model"].get("causal")))
+    if filled.ended_by == "leg" or (deadline is not None and deadline - time.monotonic() < LEAST):
+        return {"ended_by": "leg", "steps": 0, "pretraining": known}
+    if issubclass(INNER[job["task"]], Picture) and not (place / LOOK).is_file():
+        look(place, place / LOOK, device=device)
+    result = phase(job["task"], job["data"], {**given, "start": str(place)}, folder)
+    return {**_figures(result, folder), "pretraining": known}
 
 
-def _figures(result: Result) -> Json:
+def _figures(result: Result, folder: Path) -> Json:
     same = ("best_step", "steps", "ended_by", "seconds", "peak_bytes", "parameters", "examples_per_second")
     return {
         "accuracy": result.test.get("accuracy"),
         "loss": result.test.get("loss"),
         "validation": result.validation.get("accuracy"),
         **{name: getattr(result, name) for name in same},
+        "curve": curve(logged(folder), "accuracy"),
     }
 
 

@@ -25,6 +25,7 @@ def grey() -> Arrays:
 class Image(Picture):
     name: ClassVar[str] = "image"
     classes: ClassVar[int] = 10
+    augmentations: ClassVar[tuple[str, ...]] = ("flips", "crops")
 
     def positions(self) -> int:
         return 1024

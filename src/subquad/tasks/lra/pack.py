@@ -13,7 +13,7 @@ SUFFIX = ".npz.xz"
 FORMAT = 2  # of these files; format 1 stored the differences between neighbouring pixels
 
 
-def pack(folder: Path, longest: int = 1024) -> list[Path]:
+def pack(folder: Path, longest: int = 4096) -> list[Path]:
     """Write folder/lra/imdb.npz.xz and image.npz.xz; with $SUBQUAD_DATA=folder the tasks find them.
 
     `longest`: bytes kept of a review.

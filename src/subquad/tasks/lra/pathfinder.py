@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from subquad.checks import at_least
 from subquad.data import files
@@ -18,7 +20,7 @@ from subquad.data.contours import HARD, VERSION, draw
 from subquad.data.generated import Arrays, cores, generated, kept
 from subquad.data.images import read_picture
 from subquad.pool import in_order
-from subquad.tasks.lra.task import Picture, cut
+from subquad.tasks.lra.task import Picture, coins, cut
 from subquad.training.task import Source, Split
 
 CHUNK = 500  # pictures of 32 x 32 made at once, fewer of larger ones
@@ -108,6 +110,12 @@ class Pathfinder(Picture):
 
     def positions(self) -> int:
         return self.size * self.size
+
+    def change(self, pictures: Tensor, name: str) -> Tensor:  # noqa: ARG002
+        """One of the eight symmetries of the square for each picture: they keep what is connected."""
+        pictures = torch.where(coins(pictures), pictures.flip(1), pictures)
+        pictures = torch.where(coins(pictures), pictures.flip(2), pictures)
+        return torch.where(coins(pictures), pictures.transpose(1, 2), pictures)
 
     def source(self, split: Split) -> Source:
         if self.folder is None:

@@ -7,6 +7,7 @@ Data      the arena's pairs of ACL Anthology papers, if data.folder is the folde
 
 import ast
 import contextlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ from subquad.tasks.lra.task import Classification
 from subquad.tasks.lra.text import Texts, stored
 from subquad.training.task import SPLITS, Batch, Source, Split
 
+WORD = re.compile(rb"[a-z0-9']+")
 STAND_IN = "IMDb same-movie pairs"
 FILES = {split: f"new_aan_pairs.{'eval' if split == 'validation' else split}.tsv" for split in SPLITS}
 LABELS = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}
@@ -63,6 +65,35 @@ def pairs(
         other[again] = reviews[(random.random(int(again.sum())) * len(reviews)).astype(np.int64)]
     labels = (permutation(count, seed + 1, count) % 2).astype(np.uint8)
     return np.stack((left, np.where(labels == 1, same, other)), axis=1), labels
+
+
+def bag_of_words(task: "Retrieval") -> float:
+    """% of test pairs of the stand-in that a threshold on the words they share gets right; chosen on validation."""
+    texts = stored()
+    words: dict[bytes, int] = {}
+    used: dict[int, np.ndarray] = {}
+    chosen = {split: pairs(texts["films"], texts["labels"], split, task.held_out, task.seed) for split in SPLITS[1:]}
+    for row in np.unique(np.concatenate([rows.ravel() for rows, _ in chosen.values()])).tolist():
+        start = texts["starts"][row]
+        text = bytes(texts["text"][start : min(texts["starts"][row + 1], start + task.length)])
+        used[row] = np.array(sorted({words.setdefault(word, len(words)) for word in WORD.findall(text.lower())}), int)
+    seen = np.bincount(np.concatenate([*used.values()]), minlength=len(words))
+    weight = np.log(len(used) / np.maximum(seen, 1)) ** 3  # rare words say more
+    norms = {row: np.sqrt(weight[mine].sum()) + 1e-9 for row, mine in used.items()}
+
+    def alike(rows: np.ndarray) -> np.ndarray:
+        shared = [
+            weight[np.intersect1d(used[a], used[b], True)].sum() / (norms[a] * norms[b]) for a, b in rows.tolist()
+        ]
+        return np.array(shared)
+
+    (rows, labels), (test_rows, test_labels) = chosen["validation"], chosen["test"]
+    scores = alike(rows)
+    order = scores.argsort()
+    right = np.concatenate(([labels.sum()], labels.sum() + np.cumsum(1 - 2.0 * labels[order])))  # by how many are below
+    best = int(right.argmax())
+    threshold = -np.inf if best == 0 else scores[order[best - 1]]
+    return float(100 * ((alike(test_rows) > threshold) == test_labels).mean())
 
 
 def read_tsv(path: Path) -> Arrays:
@@ -112,6 +143,10 @@ class Retrieval(Classification):
 
     def make_model(self, fields: Any) -> nn.Module:
         return Matcher(**{"vocab": self.vocab, "max_length": self.length, **directed(fields)})
+
+    def unlabelled(self, batch: Batch) -> Batch:
+        sides = {"tokens": ("a", "b"), "lengths": ("a_lengths", "b_lengths")}
+        return {name: torch.cat([batch[side] for side in both]) for name, both in sides.items()}
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return model(batch["a"], batch["b"], batch["a_lengths"], batch["b_lengths"])

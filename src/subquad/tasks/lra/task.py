@@ -1,5 +1,6 @@
 """What the arena's tasks share: labelled sequences of bytes, a classifier of the re-runs' size, accuracy."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -8,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from subquad.checks import one_of
+from subquad.checks import one_of, refuse
 from subquad.data.generated import Arrays
 from subquad.models import Classifier
 from subquad.models.loss import cross_entropy
@@ -28,6 +29,7 @@ SMALL: Mapping[str, Any] = {
     "dropout": 0.1,
 }
 TRAINING = TrainingConfig(steps=2000, batch=32, lr=1e-3, betas=(0.9, 0.98), warmup=200, schedule="linear")
+SHIFT = 4  # pixels, at most, of a picture that "crops" moves
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,23 @@ class Classification(Task):
         given = {"vocab": self.vocab, "classes": self.classes, "max_length": self.positions()}
         return Classifier(**{**given, **directed(fields)})
 
+    def inputs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the model reads of tokens [B, T]."""
+        return tokens
+
+    def unlabelled(self, batch: Batch) -> Batch:
+        """The tokens of a batch, and their lengths if they have any."""
+        return {name: batch[name] for name in ("tokens", "lengths") if name in batch}
+
+    def augmented(self, batch: Batch) -> Batch:
+        """A training batch, changed at random in ways that keep the label; for tasks that have an option for it."""
+        return batch
+
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        return model(batch["tokens"], batch.get("lengths"))
+        return model(self.inputs(batch["tokens"]), batch.get("lengths"))
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        return self._loss(self.logits(model, batch), batch["labels"])
+        return self._loss(self.logits(model, self.augmented(batch)), batch["labels"])
 
     def measure(self, model: nn.Module, batch: Batch) -> Sums:
         logits, labels = self.logits(model, batch), batch["labels"]
@@ -102,14 +116,49 @@ class Picture(Classification):
 
     # "tokens": one learned vector for each of 256 values, as in the arena; "values": brightness times one vector
     pixels: Literal["tokens", "values"] = "tokens"
+    augment: str = "none"  # of training pictures: one or more of `augmentations`, such as "flips+crops"
+
+    augmentations: ClassVar[tuple[str, ...]] = ("flips",)
 
     def __post_init__(self) -> None:
         one_of(self, pixels=("tokens", "values"))
+        chosen = self.augment.split("+")
+        if self.augment != "none" and not (set(chosen) <= {*self.augmentations} and len({*chosen}) == len(chosen)):
+            joined = "+".join(self.augmentations)
+            refuse("augment", self.augment, ", ".join(dict.fromkeys(("none", *self.augmentations, joined))))
+
+    @property
+    def side(self) -> int:
+        return math.isqrt(self.positions())
 
     def make_model(self, fields: Mapping[str, Any]) -> nn.Module:
         return super().make_model(fields if self.pixels == "tokens" else {"vocab": None, "features": 1, **fields})
 
-    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        if self.pixels == "tokens":
-            return super().logits(model, batch)
-        return model(batch["tokens"][..., None].float() / 127.5 - 1)  # black is -1, white 1
+    def inputs(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens if self.pixels == "tokens" else tokens[..., None].float() / 127.5 - 1  # black is -1, white 1
+
+    def augmented(self, batch: Batch) -> Batch:
+        if self.augment == "none":
+            return batch
+        pictures = batch["tokens"].unflatten(1, (self.side, self.side))  # [B, Y, X]
+        for name in self.augment.split("+"):
+            pictures = self.change(pictures, name)
+        return {**batch, "tokens": pictures.flatten(1)}
+
+    def change(self, pictures: torch.Tensor, name: str) -> torch.Tensor:
+        """Flip each picture [B, Y, X] from left to right or not, or shift it by a few pixels."""
+        if name == "flips":
+            return torch.where(coins(pictures), pictures.flip(2), pictures)
+        batch, side = pictures.shape[0], self.side
+        # rows and columns of a window of a picture with a black border of SHIFT pixels
+        at = torch.arange(side, device=pictures.device)
+        down, across = torch.randint(-SHIFT, SHIFT + 1, (2, batch, 1), device=pictures.device) + at  # [B, side]
+        inside = (down % side == down)[:, :, None] & (across % side == across)[:, None, :]
+        place = (down.clamp(0, side - 1) * side)[:, :, None] + across.clamp(0, side - 1)[:, None, :]
+        moved = pictures.flatten(1).gather(1, place.flatten(1)).view_as(pictures)
+        return moved * inside
+
+
+def coins(pictures: torch.Tensor) -> torch.Tensor:
+    """One random truth value for each picture, [B, 1, 1]."""
+    return torch.rand(pictures.shape[0], 1, 1, device=pictures.device) < 0.5
