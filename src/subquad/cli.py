@@ -18,6 +18,7 @@ from subquad.report.visible import Terminal
 from subquad.serve.settings import ServeSettings
 from subquad.studies.settings import GenerationSettings, Settings, parse_length, parse_lengths, parse_mechanisms
 
+__all__ = ["app", "main"]
 PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".pdf")
 
 AnyDevice = Annotated[str, Option(help="cpu, cuda, or auto: a GPU if there is one.")]
