@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from subquad.machine import available
-from subquad.measure.cost import Sample, first_line, once, release
+from subquad.measure.cost import Sample, calibrate, first_line, once, release
 
 DEVICE = available("auto")
 LOCK = Path(tempfile.gettempdir()) / "subquad-gpu.lock"
@@ -150,12 +150,11 @@ def alone() -> Iterator[None]:
         torch.cuda.synchronize()
 
 
-def event_ms(run: Callable[[], object], count: int = 5, warm: int = 2, calls: int = 1) -> float:
-    """The median time of the GPU, in milliseconds a call, between two events."""
+def event_ms(run: Callable[[], None], count: int = 5) -> float:
+    """The median time of the GPU between two events, in milliseconds a call."""
     with alone():
-        for _ in range(warm):
-            run()
-        return statistics.median(once(run, "cuda", Sample(calls, WAIT)) for _ in range(count))
+        sample = calibrate(run, "cuda")
+        return statistics.median(once(run, "cuda", sample) for _ in range(count))
 
 
 def graph_ms(run: Callable[[], object], calls: int = 8, rewind: Callable[[], None] | None = None) -> float:

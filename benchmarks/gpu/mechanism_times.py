@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from subquad import build
-from subquad.measure.cost import Decode, Shape, Subject, calibrate, once, peak_bytes
+from subquad.measure.cost import Decode, Shape, Subject, peak_bytes
 
-from .bench import DEVICE, Figures, alone, graph_ms
+from .bench import DEVICE, Figures, event_ms, graph_ms
 
 LENGTH = 16384
-SAMPLES = 5
+ROWS = 4
 
 
 def subject(name: str, length: int, causal: bool, batch: int, options: dict[str, Any] | None = None) -> Subject:
@@ -37,20 +37,16 @@ def softmax_training(length: int, causal: bool) -> tuple[float, float]:
 
 
 def _training(name: str, length: int, causal: bool, options: dict[str, Any] | None) -> Figures:
-    made = subject(name, length, causal, 4, options)
+    made = subject(name, length, causal, ROWS, options)
     begun = time.perf_counter()
     made.training()
     torch.cuda.synchronize()
     found: Figures = {"first_call_s": time.perf_counter() - begun, "peak_mib": peak_bytes(made) / 2**20}
-    with alone():
-        for what, run in (("forward_ms", made.forward), ("training_ms", made.training)):
-            sample = calibrate(run, DEVICE)
-            found[what] = sorted(once(run, DEVICE, sample) for _ in range(SAMPLES))[SAMPLES // 2]
-    return found
+    return found | {"forward_ms": event_ms(made.forward), "training_ms": event_ms(made.training)}
 
 
 def decoding(name: str, batch: int, options: dict[str, Any] | None = None) -> Figures:
-    """Microseconds of a captured step after 16k tokens: one step in a graph, eight in a graph, and over softmax."""
+    """Microseconds of a captured step after 16k tokens, with one or eight steps in a graph; batch: a multiple of ROWS."""
     found = _decoding(name, batch, options)
     one, eight = softmax_decoding(batch)
     if "uncaptured" not in found:
@@ -66,15 +62,15 @@ def softmax_decoding(batch: int) -> tuple[float, float]:
 
 @torch.no_grad()
 def _decoding(name: str, batch: int, options: dict[str, Any] | None) -> Figures:
-    run = Decode(subject(name, LENGTH, True, batch, options))
+    made = subject(name, LENGTH, True, ROWS, options)
+    made.x = made.x.detach().repeat(batch // ROWS, 1, 1)  # drawing all rows would take longer than all else
+    run = Decode(made)
     if run.graph is None:
         return {"uncaptured": run.uncaptured}
 
     def step() -> None:
         run.mix.step(run.token, run.state, inplace=True)
 
-    with alone():
-        sample = calibrate(run, DEVICE)
-        one = sorted(once(run, DEVICE, sample) for _ in range(SAMPLES))[SAMPLES // 2]
+    one = event_ms(run)
     run.rewind()
     return {"one_us": 1000 * one, "eight_us": 1000 * graph_ms(step, 8, run.rewind)}

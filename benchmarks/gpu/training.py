@@ -146,7 +146,7 @@ def compiled(name: str) -> Verdict:
     return found
 
 
-ROWS, DIM, HIDDEN = 32768, 768, 3072  # a GPT-2 small
+ROWS, DIM, HIDDEN = 32768, 768, 3072  # a GPT-2 small; the least time is that of its bytes on an H200
 
 
 def rotary_times() -> Figures:
@@ -158,7 +158,8 @@ def rotary_times() -> Figures:
     return {
         "forward_ms": graph_ms(lambda: turned_qkv(qkv, by, heads, DIM)),
         "backward_ms": graph_ms(lambda: torch.autograd.grad(parts, qkv, weights, retain_graph=True)),
-        "of bandwidth": "0.048 and 0.072",
+        "least_forward_ms": 0.048,
+        "least_backward_ms": 0.072,
     }
 
 
@@ -170,7 +171,8 @@ def norm_times() -> Figures:
     return {
         "forward_ms": graph_ms(lambda: add_norm(x, y, w, b, out=B16)),
         "backward_ms": graph_ms(lambda: torch.autograd.grad(both, (x, y, w, b), weights, retain_graph=True)),
-        "of bandwidth": "0.072 and 0.096",
+        "least_forward_ms": 0.072,
+        "least_backward_ms": 0.096,
     }
 
 
@@ -183,7 +185,8 @@ def gelu_times() -> Figures:
         "forward_ms": graph_ms(lambda: perceptron_triton.gelu(hidden)),
         "torch_ms": graph_ms(lambda: F.gelu(hidden)),
         "backward_ms": graph_ms(lambda: perceptron_triton.backward(hidden, gradient, False)),
-        "of bandwidth": "0.096 and 0.192",
+        "least_forward_ms": 0.096,
+        "least_backward_ms": 0.192,
     }
 
 
