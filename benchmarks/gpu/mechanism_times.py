@@ -46,7 +46,7 @@ def _training(name: str, length: int, causal: bool, options: dict[str, Any] | No
 
 
 def decoding(name: str, batch: int, options: dict[str, Any] | None = None) -> Figures:
-    """Microseconds of a captured step after 16k tokens, with one or eight steps in a graph; batch: a multiple of ROWS."""
+    """Microseconds of a captured step after 16k tokens, one or eight in a graph; batch: a multiple of ROWS."""
     found = _decoding(name, batch, options)
     one, eight = softmax_decoding(batch)
     if "uncaptured" not in found:
