@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu.bench import poison
 from torch import Tensor
 
 from subquad.machine import commit, tell_commit
@@ -145,13 +146,6 @@ def build(case: Case) -> dict[str, Tensor | None]:
     rows = b if case["cu"] is None else len(case["cu"]) - 1
     x["s0"] = draw(rows, h, k, v) if case["init"] else None
     return x
-
-
-def poison() -> None:
-    """Fill the allocator's free memory with NaN."""
-    held = [torch.full((1 << 22,), torch.nan, device="cuda") for _ in range(16)]
-    held += [torch.full((1 << n,), torch.nan, device="cuda") for n in range(8, 22) for _ in range(4)]
-    del held
 
 
 def outputs_and_gradients(
