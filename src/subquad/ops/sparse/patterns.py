@@ -6,9 +6,8 @@ Only Random without `causal` depends on the length, because it draws among the b
 """
 # ruff: noqa: ARG002 (all atoms have the same methods, and most of them need only some of the arguments)
 
-import json
 from abc import ABC, abstractmethod
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -39,8 +38,12 @@ class Pattern(ABC):
     text: str  # as JSON: torch.compile takes strings as constants, but not patterns
 
     def __post_init__(self) -> None:
-        atoms = [{"atom": type(atom).__name__, **asdict(atom)} for atom in self.atoms]  # type: ignore[call-overload]
-        object.__setattr__(self, "text", json.dumps(atoms))
+        # not by the module json, which torch.compile cannot trace: patterns may be made in compiled functions
+        entries = []
+        for atom in self.atoms:
+            values = [f'"{f.name}": {getattr(atom, f.name)}' for f in fields(atom)]  # type: ignore[arg-type]
+            entries.append("{" + ", ".join([f'"atom": "{type(atom).__name__}"', *values]) + "}")
+        object.__setattr__(self, "text", "[" + ", ".join(entries) + "]")
 
     @property
     @abstractmethod
