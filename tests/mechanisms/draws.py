@@ -115,7 +115,6 @@ THRESHOLDS: dict[str, tuple[Threshold, ...]] = {
     "ops.linear.chunked.SEGMENT": (64,),
     "ops.linear.rule_chunked.CHUNK": (1, 8),
     "ops.linear.rule_chunked.HEADS": (1, 3),
-    "ops.linear.rule_chunked.MILD": (1,),
     "ops.linear.rule_chunked.SEGMENT": (7, 16),
     "ops.prefix.SUM_BLOCK": (2, 7),
     "ops.prefix.MAX_BLOCK": (1, 7),

@@ -108,7 +108,6 @@ CALLS = {
     "ops.linear.chunked.SEGMENT": Call("linear", {"causal": True}, 300),
     "ops.linear.rule_chunked.CHUNK": Call("deltanet", {"causal": True}),
     "ops.linear.rule_chunked.HEADS": Call("deltanet", {"causal": True}, 600),
-    "ops.linear.rule_chunked.MILD": Call("gla", {"causal": True}),
     "ops.linear.rule_chunked.SEGMENT": Call("deltanet", {"causal": True}),
     "ops.prefix.SUM_BLOCK": Call("efficient", {"causal": True}),
     "ops.prefix.MAX_BLOCK": Call("performer", {"causal": True, "features": 9}),

@@ -28,7 +28,6 @@ from subquad.ops.linear.spec import RuleInputs
 from subquad.ops.precision import uncast, wide_type
 
 CHUNK = 32
-MILD = -20.0  # a sum of gates over a chunk, of which differences keep six digits in float32
 SEGMENT = 512  # tokens that a CPU works on at once
 HEADS = 8  # that it works on at once
 
@@ -325,27 +324,15 @@ class _ChannelGates:
     rows faded since the border between them, x exp(g_t - g_border), and keys faded until it, k exp(g_border - g_s).
     They are what the half blocks had, faded over the other half. As sums of gates are never subtracted, a strong gate
     costs the others no precision.
-    Where no column fades much, P(x, k) is one product, of rows x exp(g_t - g_C/2) and keys k exp(g_C/2 - g_s).
     """
 
     def __init__(self, gate: Tensor):
         self.gate = gate
         self.cut = gate.clamp(min=FORGET)
-        whole = self.cut.sum(1, keepdim=True)
-        self.total = whole.mT.exp()
-        # a GPU would wait for the answer
-        self.mild = gate.device.type == "cpu" and whole.numel() > 0 and bool(whole.amin() > MILD)
-        if self.mild:
-            self.middle = (whole / 2).exp()  # e^(g_C/2)
-            since = self.cut.cumsum(1).sub_(whole / 2)
-            self.fore, self.back = since.exp(), since.neg().exp_()
+        self.total = self.cut.sum(1, keepdim=True).mT.exp()
 
     def meet(self, rows: list[Tensor], k: Tensor) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """P(x, k) [P, C, C] and e^g x for each x of rows, and e^(g_C - g) k."""
-        if self.mild:
-            rows, k = [x * self.fore for x in rows], k * self.back
-            scores = [torch.bmm(x, k.mT).tril_() for x in rows]
-            return scores, [x.mul_(self.middle) for x in rows], k.mul_(self.middle)
         size, first = k.shape[1], self.cut.exp()
         scores = [torch.diag_embed(torch.linalg.vecdot(x, k)) for x in rows]
         rows, k = [x * first for x in rows], k.clone()
@@ -377,20 +364,16 @@ class _ChannelGates:
             half *= 2
         return levels, until.exp_(), after.exp_()
 
-    @functools.cached_property
+    @property
     def reach(self) -> Tensor:
-        return self.fore * self.middle if self.mild else self._fades[1]
+        return self._fades[1]
 
-    @functools.cached_property
+    @property
     def rest(self) -> Tensor:
-        return self.back * self.middle if self.mild else self._fades[2]
+        return self._fades[2]
 
     def pull(self, dscores: Tensor, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of x and k from those of P(x, k)."""
-        if self.mild:
-            dscores = dscores.tril()
-            dx, dk = torch.bmm(dscores, k * self.back), torch.bmm(dscores.mT, x * self.fore)
-            return dx.mul_(self.fore), dk.mul_(self.back)
         diagonal = dscores.diagonal(0, 1, 2)[..., None]
         dx, dk = diagonal * k, diagonal * x
         for half, to_border, from_border in self._fades[0]:
