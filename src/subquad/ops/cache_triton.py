@@ -95,19 +95,26 @@ def decode(
 
 
 @triton.jit
+def joined(parts, high, mass, row, V: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr):
+    """The output of a row and head from its splits, [BV]; an empty split has weight 0."""
+    n, dv = tl.arange(0, SPLITS), tl.arange(0, BV)
+    m = tl.load(high + row * SPLITS + n)
+    weights = tl.exp2(m - tl.max(m, 0))
+    total = tl.sum(weights * tl.load(mass + row * SPLITS + n), 0)
+    rows = (row * SPLITS + n) * V
+    acc = tl.load(parts + rows[:, None] + dv[None, :], mask=(dv < V)[None, :], other=0.0)
+    return tl.sum(weights[:, None] * acc, 0) / tl.where(total > 0, total, 1.0)
+
+
+@triton.jit
 def gather(parts, high, mass, o, V: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr):
-    """Join the splits of a head; an empty one has weight 0."""
+    """Join the splits of a head."""
     row = tl.program_id(0).to(tl.int64)
-    ds, dv = tl.arange(0, SPLITS), tl.arange(0, BV)
+    dv = tl.arange(0, BV)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    m = tl.load(high + row * SPLITS + ds)
-    there = (dv < V)[None, :]
-    acc = tl.load(parts + row * SPLITS * V + ds[:, None] * V + dv[None, :], mask=there, other=0.0)
-    weights = tl.exp2(m - tl.max(m, 0))
-    total = tl.sum(weights * tl.load(mass + row * SPLITS + ds), 0)
-    y = tl.sum(weights[:, None] * acc, 0) / total
+    y = joined(parts, high, mass, row, V, BV, SPLITS)
     tl.store(o + row * V + dv, y.to(o.dtype.element_ty), mask=dv < V)
 
 

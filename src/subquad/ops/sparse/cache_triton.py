@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from subquad.ops.cache_triton import joined
 from subquad.ops.launch import EARLY, Plan, launch, tile_of
 from subquad.ops.rotary import Turns
 from subquad.ops.sparse.reads import Head, Reads
@@ -226,17 +227,13 @@ def merge(
 ):  # fmt: skip
     """The splits of one head of one row as one; the first head counts the token."""
     program = tl.program_id(0)
-    n, dv = tl.arange(0, SPLITS), tl.arange(0, BV)
+    dv = tl.arange(0, BV)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    best = tl.load(high + program * SPLITS + n)
-    weight = tl.exp2(best - tl.max(best, 0))
-    total = tl.sum(tl.load(mass + program * SPLITS + n) * weight, 0)
-    rows = (program.to(tl.int64) * SPLITS + n) * V
-    acc = tl.load(parts + rows[:, None] + dv[None, :], mask=(dv < V)[None, :], other=0.0)
-    acc = tl.sum(acc * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(o + program.to(tl.int64) * V + dv, acc.to(o.dtype.element_ty), mask=dv < V)
+    row = program.to(tl.int64)
+    y = joined(parts, high, mass, row, V, BV, SPLITS)
+    tl.store(o + row * V + dv, y.to(o.dtype.element_ty), mask=dv < V)
     if MOVES and program % H == 0:
         b = program // H
         tl.store(position + b, tl.load(position + b) + 1)
