@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,7 +194,8 @@ def attempt(case: Case) -> Figures:
         where = [f"{Path(at.filename).name}:{at.lineno}" for at in traceback.extract_tb(failure.__traceback__)[-5:]]
         said = f"{type(failure).__name__}: {first_line(failure)[:200]}"
         record |= {"ok": False, "failed": said, "where": where}
-    release(DEVICE)
+    with suppress(RuntimeError):  # after an illegal access the GPU refuses this process everything
+        release(DEVICE)
     return record | {"seconds": round(time.perf_counter() - begun, 1)}
 
 

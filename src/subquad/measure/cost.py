@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from subquad.checks import ALLOCATION
+from subquad.graphs import recording
 from subquad.machine import allocation_peak
 from subquad.mechanisms import build, mechanism
 
@@ -174,15 +175,12 @@ class Decode:
             self._step()
         self.rewind()
         graph, held = torch.cuda.CUDAGraph(), self.state
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        unused = generator.clone_state()  # after a failed capture the generator waits for the capture to end
         try:
-            with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+            with recording(graph):
                 self._step()
             self.graph = graph
         except Exception as error:
             self.uncaptured = f"{type(error).__name__}: {first_line(error)}"
-            generator.graphsafe_set_state(unused)
         self.state = held
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from subquad.graphs import recording
 from subquad.models import kept, logistic_mixture
 from subquad.models.sampling import Rows, Sampling, Uses, draw, draw_next, score, take_token
 from subquad.models.state import State, leaves, select, size
@@ -262,7 +263,7 @@ class Loop:
     def _capture(self, steps: int) -> "torch.cuda.CUDAGraph | None":
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved(self.token.device)
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
+            with recording(graph):
                 self._run(steps, [torch.cuda.Stream() for _ in self.lanes[1:]])
         except RuntimeError as error:
             warnings.warn(f"steps run one by one, because capturing them failed: {error}", stacklevel=2)

@@ -6,6 +6,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from subquad.graphs import recording
 from subquad.training.task import Batch, Loss
 
 WARMUP = 3  # runs before the capture, to compile and choose kernels and make workspaces
@@ -50,18 +51,10 @@ class Captured(Generic[T]):
                 self.compute(inputs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # a failed capture leaves its stream current, and the generator waits for the capture to end
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        unused = generator.clone_state()
         try:
-            # thread_local, because another thread makes the next batch at the same time
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(graph, capture_error_mode="thread_local"),
-            ):
+            with recording(graph):
                 result = self.compute(inputs)
         except RuntimeError as error:
-            generator.graphsafe_set_state(unused)
             raise ValueError(
                 "training.capture=true cannot work with this model: something in it waits for the GPU "
                 f"({str(error).strip().splitlines()[0]}); accepted is false"

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from subquad.checks import at_least, check_count, refuse
+from subquad.graphs import recording
 from subquad.hf.linearise.learn import perplexity, switched_off
 from subquad.hf.linearise.models import Teacher, replaced
 from subquad.hf.linearise.settings import LineariseSettings
@@ -143,7 +144,7 @@ def _graph(model: Any, cache: DynamicCache, token: Tensor, measures: Measures) -
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     try:
-        with torch.cuda.graph(graph):
+        with recording(graph):
             model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
     except RuntimeError as error:
         if out_of_memory(error) is not None:
