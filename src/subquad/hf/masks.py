@@ -138,7 +138,7 @@ def make_mask(
         if real is None or not padded or T != S:
             return mask
         return replace(mask, sequences=unpad(real, 0, T, 0))
-    if form.segments is not None:
+    if form.segments is not None and bool(form.segments.any()):  # else there is one in each row: nothing is packed
         sequences = unpack(form.segments.expand(batch, -1))
         return PatternMask(shape, True, form.window, used=S, packed=True, sequences=sequences)
     if T == 1 or (T <= FEW and int(q_offset) > 0):

@@ -6,6 +6,7 @@ call on passes the pointers to Triton's private launcher. Only the versions in K
 with other versions every call is `kernel[grid](...)`.
 """
 
+import itertools
 import os
 from collections.abc import Callable
 from functools import lru_cache
@@ -46,6 +47,13 @@ class Plan(NamedTuple):
 
 
 _READY: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_numbers = itertools.count()
+
+
+@lru_cache(maxsize=1024)
+def number_of(kind: tuple[Any, ...]) -> int:  # noqa: ARG001
+    """A number that stands for a kind of call: looking it up once is cheaper than hashing the kind for each kernel."""
+    return next(_numbers)
 
 
 def launch(kernel: Any, tensors: tuple[Tensor, ...], plan: Plan) -> None:

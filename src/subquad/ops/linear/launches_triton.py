@@ -1,14 +1,12 @@
 """Starts the kernels of linear attention: with which launch parameters, in which order, on which scratch memory."""
 
-import functools
-import itertools
 from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, launch_by_key, tile_of
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, launch_by_key, number_of, tile_of
 from subquad.ops.linear import kernels_triton as kernels
 from subquad.ops.linear.fused import Outputs, cut, segment_of, state_type
 from subquad.ops.linear.spec import Inputs, Spec
@@ -81,13 +79,6 @@ _DOT = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-_numbers = itertools.count()
-
-
-@functools.lru_cache(maxsize=1024)
-def _number_of(kind: tuple[Any, ...]) -> int:
-    """A number that stands for a kind of call: looking it up once is cheaper than hashing the kind for each kernel."""
-    return next(_numbers)
 
 
 class Call:
@@ -107,7 +98,7 @@ class Call:
             owner = (torch.searchsorted(first, slots, right=True) - 1).to(torch.int32)
         self.where = (q if cu is None else cu, owner, q if lengths is None else lengths)
         # everything but the numbers in the tensors: calls of one kind launch the same kernels in the same way
-        self.kind = _number_of((
+        self.kind = number_of((
             q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), spec, self.segment,
             None if gate is None else (gate.dtype, gate.stride()),
             None if lengths is None else lengths.dtype,

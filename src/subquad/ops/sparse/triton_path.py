@@ -8,7 +8,7 @@ Several passes over the same queries compute one softmax: each continues from th
 pass before. The backward of a pass only needs the final log-sum-exp, so the gradients of all passes add up.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from functools import lru_cache
 from math import gcd, inf
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from subquad.ops.launch import blocks_of, tile_of
+from subquad.ops.launch import Plan, blocks_of, launch_by_key, number_of, tile_of
 from subquad.ops.sparse import kernels
 from subquad.ops.sparse.kernels import DENSE, LOG2E, RANDOM, ROWS, STRIP, _dkv, _dq, _far, _forward
 from subquad.ops.sparse.patterns import Atom, Block, Dense, Dilated, Global, Local, Random, Strided, Summary
@@ -224,32 +224,38 @@ class Kind(NamedTuple):
             yield Pass("dkv_columns", (0,), 0, min(work.columns, S), pieces=blocks_of(T, SPLIT))
 
 
-@lru_cache(maxsize=1024)
-def _numbers(kind: Kind, run: Pass, config: Config, split: int) -> dict[str, Any]:
-    """The arguments of the kernels of all passes, except tensors. Cached for each kind, because this is slow."""
+def _numbers(kind: Kind, run: Pass, config: Config) -> dict[str, Any]:
+    """The arguments of the kernels of all passes, except tensors."""
     _, T, S, H, Hkv, D = kind.sizes
     pad, shift, low = kind.lattice(run.step, config)
     names = (f"{tensor}_{name}" for tensor in "qkv" for name in STRIDES)
     return {
         **dict(zip(names, (n for strides in kind.strides for n in strides), strict=True)),
         "scale_log2": kind.spec.scale * LOG2E.value, "T": T, "S": S, "pad": pad, "shift": shift, "low": low,
-        "split": split, "A": (DENSE.value, 0, 0, 0) if run.kind.endswith("_rows") else kind.work.atoms,
+        "split": SPLIT, "A": (DENSE.value, 0, 0, 0) if run.kind.endswith("_rows") else kind.work.atoms,
         "PARTS": run.parts, "CAUSAL": kind.spec.causal, "STEP": run.step, "CONTINUE": run.go_on,
         "SPLITS": run.pieces > 0, "LENGTHS": kind.lengths, "FIRSTS": kind.firsts, "H": H, "SHARE": H // Hkv,
         "D": D, "BD": kind.width, "BM": config.queries, "BN": config.keys,
         # three tensor core products make a full float32 product
         "PRECISION": "tf32x3" if kind.dtype == torch.float32 else "tf32",
-        "num_warps": config.warps, "num_stages": config.stages,
     }  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
-def _query_numbers(kind: Kind, run: Pass, config: Config, split: int) -> tuple[dict[str, Any], int]:
+def _query_numbers(kind: Kind, run: Pass, config: Config) -> tuple[dict[str, Any], int]:
     """The same for kernels over tiles of queries, and the number of programs."""
-    common, (B, _, _, H, *_) = _numbers(kind, run, config, split), kind.sizes
+    common, (B, _, _, H, *_) = _numbers(kind, run, config), kind.sizes
     tiles = blocks_of(run.stop - run.start if run.step == 1 else run.step * common["pad"], config.queries)
     table = dict(zip(("table_batch", "table_head", "table_rows"), kind.table, strict=True))
     return {**common, **table, "tiles": tiles, "row0": run.start, "rows": run.stop}, tiles * B * H
+
+
+def _key_numbers(kind: Kind, run: Pass, config: Config) -> tuple[dict[str, Any], int]:
+    """The same for kernels over tiles of keys."""
+    common, (B, *_, Hkv, _) = _numbers(kind, run, config), kind.sizes
+    stop = run.stop if run.step == 1 else run.step * common["pad"]
+    tiles = blocks_of(stop - run.start, config.keys)
+    own = {"tiles": tiles, "row0": kind.work.rows, "col0": run.start, "cols": stop, "KEYS": run.parts[0]}
+    return common | own, tiles * B * Hkv
 
 
 class Call(NamedTuple):
@@ -261,18 +267,28 @@ class Call(NamedTuple):
     random: RandomTables | None
     firsts: Tensor | None  # [H], if heads have their own shifts: the first column of a block
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that the kernels of all passes take; q stands for a missing one, which is never read."""
-        q, k, v, *_ = self.x
-        lengths, key_lengths = self.lengths or (q, q)
-        firsts = q if self.firsts is None else self.firsts
-        return {"q": q, "k": k, "v": v, "lengths": lengths, "key_lengths": key_lengths, "firsts": firsts}
+    def start(
+        self, kernel: Any, run: Pass, tensors: tuple[Tensor | None, ...], own: dict[str, Any], pieces: int,
+        numbers: Callable[[Kind, Pass, Config], tuple[dict[str, Any], int]],
+    ) -> None:  # fmt: skip
+        """Start a kernel on its tensors, of which q stands for a missing one, which is never read.
 
-    def query_arguments(self, run: Pass) -> tuple[dict[str, Any], int]:
-        """The arguments of kernels over tiles of queries, and the number of programs."""
-        numbers, programs = _query_numbers(self.kind, run, self.kind.config(run.kind), SPLIT)
-        table = self.random.table if self.random else self.x.q
-        return {**self.tensors(), "table": table, **numbers}, programs
+        `numbers` gives its arguments for this kind of call and the number of programs, and is asked once for each kind;
+        `own` are those that are not of the kind.
+        """
+        config, there = self.kind.config(run.kind), tuple(self.x.q if t is None else t for t in tensors)
+
+        def plan() -> Plan:
+            common, programs = numbers(self.kind, run, config)
+            arguments = common | own
+            names = [name for name in kernel.arg_names if name in arguments]  # without the tensors, which come first
+            last = names.index("A")  # what follows are constants
+            constants = {name: arguments[name] for name in names[last:]}
+            first = tuple(arguments[name] for name in names[:last])
+            return Plan((programs, pieces), first, constants, config.warps, config.stages)
+
+        key = (number_of(self.kind), run, config, pieces, *own.values(), *[t.dtype for t in there])
+        launch_by_key(key, kernel, there, plan)
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
@@ -330,11 +346,10 @@ def forward(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
 
 def _run_forward(call: Call, run: Pass, o: Tensor, lse: Tensor) -> None:
     """o [pieces, B, rows, H, D], lse [pieces, B, H, rows]"""
-    arguments, programs = call.query_arguments(run)
-    _forward[(programs, len(o))](
-        o=o, lse=lse, o_piece=o.stride(0), o_batch=o.stride(1), lse_piece=lse.stride(0), lse_head=lse.stride(2),
-        **arguments,
-    )  # fmt: skip
+    table = call.random.table if call.random else None
+    tensors = (*call.x[:3], o, lse, *(call.lengths or (None, None)), table, call.firsts)
+    own = {"o_piece": o.stride(0), "o_batch": o.stride(1), "lse_piece": lse.stride(0), "lse_head": lse.stride(2)}
+    call.start(_forward, run, tensors, own, len(o), _query_numbers)
 
 
 def backward(
@@ -391,32 +406,32 @@ class Given(NamedTuple):
 
 def _run_dq(call: Call, run: Pass, given: Given, dq: Tensor, far: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
     """dq [pieces, B, rows, H, D]"""
-    arguments, programs = call.query_arguments(run)
     o, lse, do, dlse, stats = given
-    _dq[(programs, len(dq))](
-        o=o, do=do, lse=lse, dlse=lse if dlse is None else dlse, stats=stats, dq=dq, far=dq if far is None else far[0],
-        **_strides(do=do), dq_piece=dq.stride(0), dq_batch=dq.stride(1),
-        far_batch=0 if far is None else far[0].stride(0), scale=call.kind.spec.scale,
-        FAR=-1 if far is None else call.kind.work.far, DLSE=dlse is not None, **arguments,
-    )  # fmt: skip
+    table, apart = call.random.table if call.random else None, None if far is None else far[0]
+    tensors = (*call.x[:3], o, do, lse, dlse, stats, dq, apart, *(call.lengths or (None, None)), table, call.firsts)
+    own = {
+        **_strides(do=do), "dq_piece": dq.stride(0), "dq_batch": dq.stride(1),
+        "far_batch": 0 if apart is None else apart.stride(0), "scale": call.kind.spec.scale,
+        "FAR": -1 if apart is None else call.kind.work.far, "DLSE": dlse is not None,
+    }  # fmt: skip
+    call.start(_dq, run, tensors, own, len(dq), _query_numbers)
 
 
 def _run_dkv(call: Call, run: Pass, given: Given, dk: Tensor, dv: Tensor) -> None:
     """dk and dv [pieces, B, columns, Hkv, D]"""
-    config, (B, *_, Hkv, _) = call.kind.config(run.kind), call.kind.sizes
-    arguments = {**call.tensors(), **_numbers(call.kind, run, config, SPLIT)}
-    stop = run.stop if run.step == 1 else run.step * arguments["pad"]
-    tiles = blocks_of(stop - run.start, config.keys)
-    q = call.x.q
-    _, starts, readers = call.random or (q, q[:1, :1], q[:1, :1])
-    (starts_batch, starts_head), (readers_batch, readers_head) = _shared_strides(starts), _shared_strides(readers)
-    _dkv[(tiles * B * Hkv, len(dk))](
-        do=given.do, stats=given.stats, dk=dk, dv=dv, **_strides(do=given.do),
-        dk_piece=dk.stride(0), dk_batch=dk.stride(1), starts=starts, starts_batch=starts_batch,
-        starts_head=starts_head, readers=readers, readers_batch=readers_batch, readers_head=readers_head,
-        scale=call.kind.spec.scale, tiles=tiles, row0=call.kind.work.rows, col0=run.start, cols=stop, KEYS=run.parts[0],
-        **arguments,
+    starts = readers = None
+    apart = (0, 0, 0, 0)
+    if call.random is not None:
+        _, starts, readers = call.random
+        apart = (*_shared_strides(starts), *_shared_strides(readers))
+    tensors = (
+        *call.x[:3], given.do, given.stats, dk, dv, *(call.lengths or (None, None)), starts, readers, call.firsts
     )  # fmt: skip
+    own = {
+        **_strides(do=given.do), "dk_piece": dk.stride(0), "dk_batch": dk.stride(1), "scale": call.kind.spec.scale,
+        **dict(zip(("starts_batch", "starts_head", "readers_batch", "readers_head"), apart, strict=True)),
+    }  # fmt: skip
+    call.start(_dkv, run, tensors, own, len(dk), _key_numbers)
 
 
 def far_backward(call: Call, given: Given) -> tuple[Tensor, Tensor, Tensor] | None:
