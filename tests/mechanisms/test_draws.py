@@ -226,6 +226,7 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.rotary_triton.TILE": "ops/test_rotary_triton.py",
     "ops.rotary_triton.WARPS": "changes no number",
     "ops.row_linear.FEW": "ops/test_row_linear.py",
+    "ops.row_linear.MANY": "models/test_fused_step.py",
     "ops.row_linear.ROWS": "ops/test_row_linear.py",
     "ops.row_linear.WIDEST": "ops/test_row_linear.py",
     "ops.row_linear_triton.PROGRAMS": "ops/test_row_linear.py",

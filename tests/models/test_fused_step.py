@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from subquad import LanguageModel
-from subquad.models import fused_step
+from subquad.models import fused_step, language_model
 from subquad.models.state import leaves, map_state
 from subquad.ops.feed_forward import feed_forward
 
@@ -79,6 +79,22 @@ def test_many_rows_add_the_mixer_with_the_feed_forward(
     assert len(given) == 2 * 3
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows_take_products_of_a_library(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixing, made = fused_step.mix_many, []
+
+    def watch(*args: Any) -> Any:
+        made.append(mixing(*args))
+        return made[-1]
+
+    monkeypatch.setattr(fused_step, "many", lambda *_: True)
+    monkeypatch.setattr(fused_step, "mix_many", watch)
+    monkeypatch.setattr(language_model, "MANY", 1)
+    compare(make(**KINDS[kind]), steps=5)
+    assert len(made) == 5 * 3
+    assert None not in made
+
+
 class Wrapped(nn.Linear):
     """As LoRA does it."""
 
@@ -102,9 +118,13 @@ def turn(model: Any) -> None:
     model.transformer.blocks[1].mixer.turn = lambda q, k, _: (k, q)
 
 
+@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("change", [replace, hook, turn])
 @pytest.mark.parametrize("mechanism", ["linear", "softmax"])
-def test_what_others_changed_is_respected(change: Any, mechanism: str) -> None:
+def test_what_others_changed_is_respected(
+    change: Any, mechanism: str, many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_step, "many", lambda *_: many)
     model = make(mechanism=mechanism)
     change(model)
     compare(model)
@@ -121,7 +141,9 @@ def test_what_others_changed_is_respected(change: Any, mechanism: str) -> None:
         {"mechanism": "linear", "final_norm": False},
     ],
 )
-def test_other_blocks_take_the_usual_step(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("many", [False, True])
+def test_other_blocks_take_the_usual_step(fields: dict[str, Any], many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_step, "many", lambda *_: many)
     compare(make(**fields))
 
 

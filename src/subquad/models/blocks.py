@@ -221,13 +221,13 @@ class Block(nn.Module):
         memory_lengths: Tensor | None,
         turns: Turns | None = None,
     ) -> tuple[Stream, Any]:
-        h = self.mixer_residual.read(stream)
+        stream, h = self.mixer_residual.enter(stream, self.mixer.reads_products and self.taps is None)
         mixed, recent = self._parts(state, h)
         if self.taps is not None:
             h, recent = self.taps.prefill(h, lengths, recent)
         y, mixed = self.mixer.prefill(h, lengths, mixed, turns)
         state = mixed if recent is None else Tapped(mixed, recent)
-        return self._rest(stream, y, lengths, memory, memory_lengths, self.ff_residual.write), state
+        return self._rest(stream, y, lengths, memory, memory_lengths, self.ff_residual.leave), state
 
     def step(
         self,
@@ -244,10 +244,17 @@ class Block(nn.Module):
         `late`: with it, and in place, positions may be left to the caller to move, who finds them there afterwards.
         """
         if inplace and late is not None and self.cross is None and not paired(stream):
-            fused = fused_step.mix(self, stream[0], state, turns, late)
-            if fused is not None:
-                x, state, fed = fused
-                return ((x,) if fed else self._feed((x,))), state
+            if fused_step.many(stream[0], self.ff):
+                mixing = fused_step.mix_many(self, stream, state, turns, late)
+                if mixing is not None:
+                    stream, y, state = mixing
+                    return self._fed(stream, y, self.mixer_residual, self.ff_residual.leave), state
+            else:
+                fused = fused_step.mix(self, stream[0], state, turns, late)
+                if fused is not None:
+                    x, state, fed = fused
+                    return ((x,) if fed else self._feed((x,))), state
+        stream = settled(stream)
         h = self.mixer_residual.read(stream)
         mixed, recent = self._parts(state, h)
         if self.taps is not None and recent is not None:

@@ -1,8 +1,9 @@
 """A decoding step of a block in few operations, in place.
 
 Between the products with the weights stands what a mechanism does with q, k and v of one token (`Mixer._decode`). What
-surrounds them, such as norms, residual and activation, becomes a part of the products (ops/row_linear.py). Positions
-move for all layers at once, at the end of the step. Blocks that are built otherwise take their usual step.
+surrounds them, such as norms, residual and activation, becomes a part of the products (`mix`, ops/row_linear.py). For
+many rows the products are a library's, and residual and norm are one kernel between them (`mix_many`). Positions move
+for all layers at once, at the end of the step. Blocks that are built otherwise take their usual step.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from subquad.mechanisms.attention import Attention, Heads
 from subquad.mechanisms.checking import check_state
 from subquad.ops.feed_forward import Mixed, feed_forward, pays
 from subquad.ops.rotary import Turns
-from subquad.ops.row_linear import Activation, Norm, norm_of, normalise, plain, row_linear, watched
+from subquad.ops.row_linear import MANY, Activation, Norm, norm_of, normalise, plain, row_linear, watched
 
 
 def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tensor]) -> tuple[Tensor, Any, bool] | None:
@@ -22,21 +23,11 @@ def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tenso
     The third result says whether x has passed the feed-forward too: with many rows one kernel does both. `late`: the
     positions that the caller still has to move are added to it.
     """
+    parts = _parts(block, x, state, turns)
+    if parts is None:
+        return None
     mixer, residual, taps = block.mixer, block.mixer_residual, block.taps
-    if not isinstance(mixer, Attention) or mixer.turn is not None or block.training or "step" in vars(mixer):
-        return None  # the last: somebody replaced its step
-    heads: Any = getattr(mixer, "heads", None)
-    norm = norm_of(residual.norm, x.dtype)
-    if norm is None or type(heads) is not Heads or watched(heads):
-        return None
-    into, out = heads.qkv, heads.out  # looked up once: attributes of modules are slow
-    if not (plain(into) and plain(out)) or (turns is None) != (mixer.turn_width is None):
-        return None
-    mixed, recent = block._parts(state, x)
-    if not mixer._decodes(mixed):
-        return None
-    if isinstance(mixed, mixer.state_type or object):
-        check_state(mixer, mixed, x.shape[0])
+    into, out, norm, mixed, recent = parts
     before = None if residual.post else norm
     h = x
     if taps is not None:
@@ -53,6 +44,51 @@ def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tenso
         return fed, mixed, True
     x = row_linear(o, out.weight, out.bias, residual=x)
     return (normalise(x, norm) if residual.post else x), mixed, False
+
+
+def _parts(block: Any, x: Tensor, state: Any, turns: Turns | None) -> tuple[Any, Any, Norm, Any, Any] | None:
+    """Input and output layer of a mixer, the norm of its residual, and the states of mixer and taps.
+
+    None if it is built so that its usual step must run.
+    """
+    mixer = block.mixer
+    if not isinstance(mixer, Attention) or mixer.turn is not None or block.training or "step" in vars(mixer):
+        return None  # the last: somebody replaced its step
+    heads: Any = getattr(mixer, "heads", None)
+    norm = norm_of(block.mixer_residual.norm, x.dtype)
+    if norm is None or type(heads) is not Heads or watched(heads):
+        return None
+    into, out = heads.qkv, heads.out  # looked up once: attributes of modules are slow
+    if not (plain(into) and plain(out)) or (turns is None) != (mixer.turn_width is None):
+        return None
+    mixed, recent = block._parts(state, x)
+    if not mixer._decodes(mixed):
+        return None
+    if isinstance(mixed, mixer.state_type or object):
+        check_state(mixer, mixed, x.shape[0])
+    return into, out, norm, mixed, recent
+
+
+def many(x: Tensor, ff: Any) -> bool:
+    """Whether the stream x [B, D] has so many rows that `mix_many` takes it, and no kernel its whole feed-forward."""
+    return x.is_cuda and x.shape[0] > MANY and (ff.gated or not pays(x, ff.inner.weight))
+
+
+def mix_many(
+    block: Any, stream: tuple[Tensor, ...], state: Any, turns: Turns | None, late: list[Tensor]
+) -> tuple[tuple[Tensor, ...], Tensor, Any] | None:
+    """The stream, what the mixer adds to it, and the state; None if this block cannot."""
+    parts = _parts(block, stream[0], state, turns)
+    if parts is None:
+        return None
+    into, out, _, mixed, recent = parts
+    stream, h = block.mixer_residual.enter(stream, products=block.taps is None)
+    if recent is not None:
+        h, recent = block.taps.decode(h, recent)
+        late.append(recent.position)
+    o, mixed = block.mixer._decode(into(h), mixed, turns)
+    late.append(mixed.position)
+    return stream, out(o), mixed if recent is None else type(state)(mixed, recent)
 
 
 def _finish(block: Any, x: Tensor, o: Tensor, out: Any, norm: Norm) -> Tensor | None:

@@ -14,7 +14,7 @@ from subquad.models.inputs import batch_size, length_of
 from subquad.models.loss import Reduction, cross_entropy, head_cross_entropy, mean_over_ranks, shift, shift_part
 from subquad.models.saving import Model
 from subquad.models.transformer import State, Transformer
-from subquad.ops.row_linear import norm_of, row_linear
+from subquad.ops.row_linear import MANY, norm_of, row_linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class LanguageModel(Model):
         position, _ = self.transformer.check_state(state, batch_size(tokens))
         x = self.embedding.step(tokens, position)
         norm, layer = norm_of(self.transformer.norm, x.dtype), self._plain_head()
-        fuses = inplace and norm is not None and layer is not None
+        fuses = inplace and norm is not None and layer is not None and len(x) <= MANY
         y, state = self.transformer.step(x, state, inplace=inplace, norm=not fuses)
         return (row_linear(y, *layer, norm=norm) if fuses and layer is not None else self._logits(y)), state
 

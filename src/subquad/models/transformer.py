@@ -192,7 +192,7 @@ class Transformer(Model):
             torch._foreach_add_([position, *late], 1)
         else:
             position = position + 1
-        y = self._close(stream, None) if norm else self._join(stream)
+        y = self._close(stream, None) if norm else self._join(settled(stream))
         return y, State(tuple(layers), position)
 
     def check_state(self, state: State, batch: int) -> tuple[Tensor, tuple[Any, ...]]:

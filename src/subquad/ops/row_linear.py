@@ -14,7 +14,8 @@ from subquad.ops.impl import Impl, choose
 from subquad.ops.layer_norm import LayerNorm, layer_norm
 
 Activation = Literal["none", "relu", "gelu"]
-ROWS = 512  # from more rows on, a library's matrix product and separate operations are faster
+ROWS = 512  # at most
+MANY = 64  # from more rows on, a library's matrix product and separate operations are faster
 FEW = 8  # rows that one pass over the weights serves by plain sums; more take matrix units
 WIDEST = 16384  # of a row that a program holds
 
@@ -62,8 +63,8 @@ def row_linear(
 ) -> Tensor:
     """x [B, K], weight [N, K], bias [N], residual [B, N] -> [B, N]. The fused path has no gradients."""
     # reasons are looked for on a GPU only: there are as many calls as layers of the model, for each token
-    on_cpu = impl == "auto" and x.device.type != "cuda"
-    if on_cpu or choose(impl, "row_linear", x, _unsupported(x, weight, residual)) == "torch":
+    apart = impl == "auto" and (x.device.type != "cuda" or x.shape[0] > MANY)
+    if apart or choose(impl, "row_linear", x, _unsupported(x, weight, residual)) == "torch":
         h = F.linear(x if norm is None else normalise(x, norm), weight, bias)
         if activation != "none":
             h = F.relu(h) if activation == "relu" else F.gelu(h)
