@@ -2,17 +2,18 @@
 
     python benchmarks/whole_models.py --out DIR             everything; figures to DIR/whole_models.json
     python benchmarks/whole_models.py --out DIR --sections train --modes eager --lengths 1024,8192
-    python benchmarks/whole_models.py --out DIR --sections decode,classifier
+    python benchmarks/whole_models.py --out DIR --sections decode,classifier --names linear --batches 256
     python benchmarks/whole_models.py --tiny --out DIR      every section with tiny sizes on the CPU, as a trial
 
 The plain model is `PlainGPT`: torch's scaled_dot_product_attention, LayerNorm, GELU and cross-entropy, with rotary
 positions from tables. `check` copies our weights into it and compares losses and gradients, to show that both are the
 same model. Models take turns, so that a drifting clock affects all of them; ratios are of one round. Figures are
-written after each section.
+written as they come; those of an earlier run in DIR stay, if they are not measured again, with their commit.
 """
 
 import argparse
 import gc
+import json
 import statistics
 import time
 import traceback
@@ -39,6 +40,7 @@ from subquad.training.task import Batch, Loss, Source, Split
 from subquad.training.train import learn
 
 Figures = dict[str, Any]
+Found = Iterator[tuple[str, Any]]  # figures by name, as they come
 
 GPT2_SMALL: Mapping[str, int] = {"vocab": 8192, "dim": 768, "depth": 12, "heads": 12}
 TINY: Mapping[str, int] = {"vocab": 256, "dim": 32, "depth": 2, "heads": 2}
@@ -194,25 +196,30 @@ def peak(make: Callable[[], Iteration]) -> int | None:
     return torch.cuda.max_memory_allocated()
 
 
-def train(device: str, sizes: Mapping[str, int], lengths: Sequence[int], tokens: int, modes: Sequence[str]) -> Figures:
-    figures: Figures = {"check": check(device, sizes), "tokens": tokens}
-    print(f"the plain model beside ours: {figures['check']}", flush=True)
+def train(
+    names: Sequence[str], device: str, sizes: Mapping[str, int], lengths: Sequence[int], tokens: int,
+    modes: Sequence[str],
+) -> Found:  # fmt: skip
+    same = check(device, sizes)
+    print(f"the plain model beside ours: {same}", flush=True)
+    yield "check", same
+    yield "tokens", tokens
     for length in lengths:
         for mode in modes:
             key = f"T = {length}, {mode}"
-            names = ("plain", *OURS, "softmax" + ALL_LOGITS)
-            makers = {name: partial(training_step, name, mode, length, tokens, sizes, device) for name in names}
+            some = ("plain", *names, *(["softmax" + ALL_LOGITS] if "softmax" in names else []))
+            makers = {name: partial(training_step, name, mode, length, tokens, sizes, device) for name in some}
             try:
-                figures[key] = iterations(makers, on_line=partial(print, flush=True))
-                for name, row in figures[key].items():
+                rows = iterations(makers, on_line=partial(print, flush=True))
+                for name, row in rows.items():
                     tidy(compiled=False)
                     row["peak_bytes"] = peak(makers[name]) if mode == "eager" else None
                     ratio, ms = row["ratio"]["median"], row["iteration_ms"]["median"]
                     print(f"{key:24s} {name:19s} {ms:9.2f} ms {ratio:6.3f} of plain, {row['peak_bytes']}", flush=True)
+                yield key, rows
             except Exception as error:
-                figures[key] = failed(error)
+                yield key, failed(error)
             tidy()
-    return figures
 
 
 def middle(run: Callable[[], Any], device: str) -> float:
@@ -221,10 +228,12 @@ def middle(run: Callable[[], Any], device: str) -> float:
     return statistics.median(once(run, device) / 1000 for _ in range(3))
 
 
-def decode(device: str, sizes: Mapping[str, int], prompt: int, batches: Sequence[int], steps: int) -> Figures:
+def decode(
+    names: Sequence[str], device: str, sizes: Mapping[str, int], prompt: int, batches: Sequence[int], steps: int
+) -> Found:
     """Milliseconds a token of `generate` after a prompt, and what a call costs beyond its prompt and steps."""
-    figures: Figures = {"prompt": prompt}
-    for name in OURS:
+    yield "prompt", prompt
+    for name in names:
         model = ours(name, sizes).to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
         for batch in batches:
             tokens = torch.randint(sizes["vocab"], (batch, prompt), device=device)
@@ -236,18 +245,18 @@ def decode(device: str, sizes: Mapping[str, int], prompt: int, batches: Sequence
                     reading = middle(partial(model.prefill, tokens), device)
                 short, long = (middle(call, device) for call in calls)
                 step = (long - short) / (2 * steps)
-                figures[key] = {
+                row = {
                     "ms_per_step": 1000 * step,
                     "tokens_per_second": batch / step,
                     "prompt_ms": 1000 * reading,
                     "first_call_ms": 1000 * first,
                     "second_call_beyond_prompt_and_steps_ms": 1000 * (short - reading - steps * step),
                 }
-                print(f"decode {key:24s} " + ", ".join(f"{k} {v:.3f}" for k, v in figures[key].items()), flush=True)
+                print(f"decode {key:24s} " + ", ".join(f"{k} {v:.3f}" for k, v in row.items()), flush=True)
+                yield key, row
             except Exception as error:
-                figures[key] = failed(error)
+                yield key, failed(error)
             tidy()
-    return figures
 
 
 class MadeUp(Classification):
@@ -273,11 +282,12 @@ class MadeUp(Classification):
         return Labelled(tokens, draw.integers(0, self.classes, self.examples))
 
 
-def classifier(device: str, length: int, fields: Mapping[str, int], steps: int) -> Figures:
+def classifier(names: Sequence[str], device: str, length: int, fields: Mapping[str, int], steps: int) -> Found:
     """Steps a second of the trainer, whole: data, forward, backward, clipping, update."""
-    figures: Figures = {"length": length, "model": dict(fields)}
+    yield "length", length
+    yield "model", dict(fields)
     task = MadeUp.of(length, 128 if device == "cpu" else 4096)
-    for name in ("linear", "softmax"):
+    for name in (name for name in ("linear", "softmax") if name in names):
         for batch in (32, 128):
             key = f"{name}, batch {batch}"
             points: list[tuple[int, float]] = []
@@ -290,12 +300,12 @@ def classifier(device: str, length: int, fields: Mapping[str, int], steps: int) 
                 options = {"mechanism": name, "positions": "learned", **fields}
                 learn(task, options, training, device=device, examples=batch, watch=watch)
                 (first, begun), (last, ended) = points[len(points) // 2], points[-1]
-                figures[key] = {"steps_per_second": (last - first) / (ended - begun)}
-                print(f"classifier {key:24s} {figures[key]['steps_per_second']:.1f} steps/s", flush=True)
+                rate = (last - first) / (ended - begun)
+                print(f"classifier {key:24s} {rate:.1f} steps/s", flush=True)
+                yield key, {"steps_per_second": rate, "precision": training.precision}
             except Exception as error:
-                figures[key] = failed(error)
+                yield key, failed(error)
             tidy()
-    return figures
 
 
 def failed(error: Exception) -> Figures:
@@ -318,31 +328,38 @@ def main() -> None:
     parser.add_argument("--sections", default="train,decode,classifier")
     parser.add_argument("--modes", default="eager,compiled", help=f"any of {', '.join(MODES)}")
     parser.add_argument("--lengths", default="1024,8192,32768")
+    parser.add_argument("--names", default=",".join(OURS), help=f"any of {', '.join(OURS)}")
+    parser.add_argument("--batches", default="1,256", help="of decoding")
     parser.add_argument("--commit", help="commit of the measured code, if git does not know it")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     tell_commit(given.commit)
     modes, lengths = given.modes.split(","), [int(n) for n in given.lengths.split(",")]
-    if unknown := set(modes) - set(MODES):
-        parser.error(f"--modes has {', '.join(sorted(unknown))}: accepted are {', '.join(MODES)}")
+    names = given.names.split(",")
+    for option, some, accepted in (("--modes", modes, MODES), ("--names", names, OURS)):
+        if unknown := set(some) - set(accepted):
+            parser.error(f"{option} has {', '.join(sorted(unknown))}: accepted are {', '.join(accepted)}")
     if given.tiny:
         device, sizes, lengths, tokens, prompt, steps = "cpu", TINY, [64], 128, 20, 20
     else:
         device, sizes, tokens, prompt, steps = "cuda", GPT2_SMALL, TOKENS, 4096, 256
-    batches = (1, 2) if given.tiny else (1, 256)
+    batches = [1, 2] if given.tiny else [int(n) for n in given.batches.split(",")]
     small = {"dim": 16, "depth": 1, "heads": 2} if given.tiny else {"dim": 128, "depth": 4, "heads": 4}
-    sections: dict[str, Callable[[], Figures]] = {
-        "train": partial(train, device, sizes, lengths, tokens, modes),
-        "decode": partial(decode, device, sizes, prompt, batches, steps),
-        "classifier": partial(classifier, device, 64 if given.tiny else 1024, small, 20 if given.tiny else 2000),
+    sections: dict[str, Callable[[], Found]] = {
+        "train": partial(train, names, device, sizes, lengths, tokens, modes),
+        "decode": partial(decode, names, device, sizes, prompt, batches, steps),
+        "classifier": partial(classifier, names, device, 64 if given.tiny else 1024, small, 20 if given.tiny else 2000),
     }
     if unknown := set(given.sections.split(",")) - sections.keys():
         parser.error(f"--sections has {', '.join(sorted(unknown))}: accepted are {', '.join(sections)}")
-    figures: Figures = {"kind": "whole models", "commit": commit(), "machine": machine(device), "model": dict(sizes)}
-    figures["bars (must, goal)"] = BARS
+    path = given.out / "whole_models.json"
+    figures: Figures = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"kind": "whole models"}
+    figures |= {"machine": machine(device), "model": dict(sizes), "bars (must, goal)": BARS}
     for name in given.sections.split(","):
-        figures[name] = sections[name]()
-        save(figures, given.out / "whole_models.json")
+        for key, found in sections[name]():
+            figures.setdefault(name, {})[key] = found
+            figures.setdefault("commits", {})[f"{name}, {key}"] = commit()
+            save(figures, path)
 
 
 if __name__ == "__main__":
