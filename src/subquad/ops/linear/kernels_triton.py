@@ -7,10 +7,10 @@ first sums each segment and `scan` turns the sums into the state before each seg
 
     forward        o, and the denominators d if they will be needed    walks on from the state before the segment
     backward_q     dq, and what each segment adds to R and r           the same walk
-    backward_kv    dk, dv, d log_gate                                  walks back, carrying R = dL/dS and r = dL/dz
+    backward_kv    dk, dv                                              walks back, carrying R = dL/dS and r = dL/dz
 
 R = Σ φ(q)doᵀ/d and r = Σ φ(q)p/d, with the pull p = -do·o of the denominator, are sums like S and z, and `scan` makes
-those after each segment of them. Without the causal mask the same kernels run with the full sum in place of the running
+those after each segment of them. With gates the backward pass is that of `gated_kernels_triton`. Without the causal mask the same kernels run with the full sum in place of the running
 one. A state that is too large for one program is cut into blocks of columns, and then dk and dv are two launches, since
 dk needs all of V and dv all of K. States are transposed in registers: the operand that φ was applied to is then always
 the second one of a dot, which is read from shared memory, and is not computed twice.
@@ -29,7 +29,7 @@ from subquad.ops.linear.tiles_triton import head_of, load_column, load_gate, loa
 
 
 @triton.jit
-def _fit(x, DOT: tl.constexpr):
+def fit(x, DOT: tl.constexpr):
     """x as a dot operand, and what it was divided by: sums outgrow float16, so a tile is scaled to its largest.
 
     By a power of two: features that fit keep all their digits.
@@ -48,17 +48,17 @@ def _fit(x, DOT: tl.constexpr):
 @triton.jit
 def _columns(x, ROWS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr):
     """A vector as 16 columns that sum up to it, for the matrix units, which take no fewer."""
-    return _fit((x * 0.0625)[:, None] + tl.zeros([ROWS, 16], ACC), DOT)
+    return fit((x * 0.0625)[:, None] + tl.zeros([ROWS, 16], ACC), DOT)
 
 
 @triton.jit
 def _rows(x, COLS: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr):
     """A vector as 16 equal rows: columns of a times rows of b is their outer product."""
-    return _fit(x[None, :] + tl.zeros([16, COLS], ACC), DOT)
+    return fit(x[None, :] + tl.zeros([16, COLS], ACC), DOT)
 
 
 @triton.jit
-def _features(
+def features(
     ptr, t, left, stride: tl.constexpr, d0, MAP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     EVEN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def _features(
 
 
 @triton.jit
-def _pull(do, o, w, eps, SIGNED: tl.constexpr):
+def pull_of(do, o, w, eps, SIGNED: tl.constexpr):
     """-do·o, by which the denominator d = 1/w pulls at the gradient; zero where d was held at ±eps."""
     p = -tl.sum(do.to(w.dtype) * o.to(w.dtype), 1)
     if SIGNED:
@@ -77,7 +77,7 @@ def _pull(do, o, w, eps, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _state(s, z, row, h, H, K: tl.constexpr, V: tl.constexpr, JOINED: tl.constexpr):
+def state_of(s, z, row, h, H, K: tl.constexpr, V: tl.constexpr, JOINED: tl.constexpr):
     """Where the state of a row and head is. JOINED: z follows s in one buffer [rows, H, K·V + K]."""
     at = row.to(tl.int64) * H + h
     if JOINED:
@@ -90,16 +90,6 @@ def _state(s, z, row, h, H, K: tl.constexpr, V: tl.constexpr, JOINED: tl.constex
 
 
 @triton.jit
-def _kept(held, zheld, n, h, first, T, H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PACKED: tl.constexpr):
-    """Where the state before the first chunk of sequence n is, of those before each chunk: [chunks, H, V, K] and z."""
-    if PACKED:
-        at = (first // C + n) * H + h
-    else:
-        at = n.to(tl.int64) * ((T + C - 1) // C) * H + h
-    return held + at * (K * V), zheld + at * K
-
-
-@triton.jit
 def _decay_add(f0, x0, f1, x1):
     return f0 * f1, x0 * f1 + x1
 
@@ -107,10 +97,10 @@ def _decay_add(f0, x0, f1, x1):
 @triton.jit
 def states(
     k, v, g, rows, zrows, init, zinit, grows, cu, owner, lengths,
-    eps, T, L, NS, TOKENS, gb, gt, gh, kb, kh, vb, vh,
+    T, L, NS, gb, gt, gh, kb, kh, vb, vh,
     KT: tl.constexpr, VT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +126,7 @@ def states(
     s = tl.zeros([BV, BK], ACC)
     z = tl.zeros([BK], ACC)
     if INIT:
-        before, zbefore = _state(init, zinit, n, h, H, K, V, False)
+        before, zbefore = state_of(init, zinit, n, h, H, K, V, False)
         s += tl.trans(tl.load(before + tile, mask=inside, other=0.0))
         z += tl.load(zbefore + dk, mask=dk < K, other=0.0)
     total = 0.0
@@ -144,7 +134,7 @@ def states(
     stop = tl.minimum(start + L, real)
     for t in range(start, stop, C):
         left = real - t
-        f = _features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
+        f = features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
         vx = load_rows(v, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
         if GATED:
             gate = load_gate(g, t, left, gt, C, ACC)
@@ -161,7 +151,7 @@ def states(
         row = slot
     if CAUSAL:
         row = slot + 1
-    after, zafter = _state(rows, zrows, row, h, H, K, V, SPLIT)
+    after, zafter = state_of(rows, zrows, row, h, H, K, V, SPLIT)
     tl.store(after + tile, tl.trans(s), mask=inside)
     tl.store(zafter + dk, z, mask=dk < K)
     if GATED:
@@ -172,11 +162,15 @@ def states(
 @triton.jit
 def scan(
     rows, grows, init, zinit, final, zfinal, cu,
-    L, NS, H, K: tl.constexpr, V: tl.constexpr,
+    L, NS, SLOTS, H, K: tl.constexpr, V: tl.constexpr,
     CAUSAL: tl.constexpr, REVERSE: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
     INIT: tl.constexpr, FINAL: tl.constexpr, U: tl.constexpr, BE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Running sum, in place, over the rows of each sequence, from `init` on; the last sum goes to `final`."""
+    """Running sum, in place, over the rows of each sequence, from `init` on; the last sum goes to `final`.
+
+    Causal, a row holds what the segments before it (REVERSE: after it) add up to. The last sum has one segment more:
+    what that one adds is in row SLOTS + n.
+    """
     E: tl.constexpr = K * V + K
     BLOCKS: tl.constexpr = (E + BE - 1) // BE
     pid = tl.program_id(0)
@@ -222,6 +216,11 @@ def scan(
             tl.store(p, y, mask=live[:, None] & (e < E)[None, :])
         carry = tl.sum(tl.where((u == U - 1)[:, None], y, 0.0), 0)
     if FINAL:
+        if CAUSAL:
+            at = here + tl.cast(SLOTS, tl.int64) * H
+            if GATED:
+                carry = carry * tl.exp(tl.load(grows + at))
+            carry += tl.load(rows + at * E + e, mask=e < E, other=0.0)
         tl.store(final + here * (K * V) + e, carry, mask=in_s)
         tl.store(zfinal + here * K + (e - K * V), carry, mask=in_z)
 
@@ -229,7 +228,7 @@ def scan(
 @triton.jit
 def forward(
     q, k, v, g, o, inv, init, zinit, fin, zfin, cu, owner, lengths,
-    eps, T, L, NS, TOKENS, gb, gt, gh, qb, qh, kb, kh, vb, vh,
+    eps, T, L, NS, gb, gt, gh, qb, qh, kb, kh, vb, vh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
@@ -263,31 +262,31 @@ def forward(
         row = n
         if SPLIT:
             row = slot
-        before, zbefore = _state(init, zinit, row, h, H, K, V, SPLIT)
+        before, zbefore = state_of(init, zinit, row, h, H, K, V, SPLIT)
         s += tl.trans(tl.load(before + tile, mask=inside, other=0.0))
         z += tl.load(zbefore + dk, mask=dk < K, other=0.0)
     if not CAUSAL:
-        sx, sscale = _fit(s, DOT)
+        sx, sscale = fit(s, DOT)
     i = tl.arange(0, C)
     start = j * L
     stop = tl.minimum(start + L, size)
     for t in range(start, stop, C):
         left = real - t
-        qx = _features(q, t, left, QT, 0, MAP, K, C, BK, EVEN, ACC).to(DOT)
+        qx = features(q, t, left, QT, 0, MAP, K, C, BK, EVEN, ACC).to(DOT)
         if SIGNED:
             d = tl.sum(qx.to(ACC) * z[None, :], 1)  # terms cancel, so rounding z is not an option
         else:
             zx, zscale = _columns(z, BK, DOT, ACC)
             d = tl.sum(tl.dot(qx, zx, input_precision=PREC, out_dtype=ACC), 1) * zscale
         if CAUSAL:
-            f = _features(k, t, left, KT, 0, MAP, K, C, BK, EVEN, ACC)
+            f = features(k, t, left, KT, 0, MAP, K, C, BK, EVEN, ACC)
             vx = load_rows(v, t, left, VT, v0, V, C, BV, EVEN).to(DOT)
             kx = f.to(DOT)
             if not GATED:
                 z += tl.sum(f, 0)
             a = tl.dot(qx, tl.trans(kx), input_precision=PREC, out_dtype=ACC)
             a = tl.where(i[:, None] >= i[None, :], a, 0.0)
-            sx, sscale = _fit(s, DOT)
+            sx, sscale = fit(s, DOT)
             num = tl.dot(qx, tl.trans(sx), input_precision=PREC, out_dtype=ACC) * sscale
             if GATED:
                 gate = load_gate(g, t, left, gt, C, ACC)
@@ -300,7 +299,7 @@ def forward(
                 kx = f.to(DOT)
                 s = s * tl.exp(whole)
                 z = z * tl.exp(whole) + tl.sum(f, 0)
-            ax, ascale = _fit(a, DOT)
+            ax, ascale = fit(a, DOT)
             num += tl.dot(ax, vx, input_precision=PREC, out_dtype=ACC) * ascale
             d += tl.sum(a, 1)
             s += tl.dot(tl.trans(vx), kx, input_precision=PREC, out_dtype=ACC)
@@ -322,7 +321,7 @@ def forward(
 
     if CAUSAL:
         if j == segments - 1:
-            after, zafter = _state(fin, zfin, n, h, H, K, V, False)
+            after, zafter = state_of(fin, zfin, n, h, H, K, V, False)
             tl.store(after + tile, tl.trans(s), mask=inside)
             if v0 == 0:
                 tl.store(zafter + dk, z, mask=dk < K)
@@ -330,20 +329,18 @@ def forward(
 
 @triton.jit
 def backward_q(
-    q, k, v, g, o, inv, do, pull, dq, qdq, held, zheld, init, zinit, start, zstart, sums, zsums, gsums,
-    cu, owner, lengths,
-    eps, T, L, NS, TOKENS, gb, gt, gh, qb, qh, kb, kh, vb, vh, ob, oh,
+    q, k, v, o, inv, do, pull, dq, init, zinit, start, zstart, sums, zsums, cu, owner, lengths,
+    eps, T, L, NS, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
     SIGNED: tl.constexpr, START: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq and the pull of one segment, and what it adds to R and r, decayed to its start.
+    """dq and the pull of one segment, and what it adds to R and r.
 
     Causal, those go to the row of the segment before it, and are needed only where sequences are cut.
-    Gated: also q·dq for each block of K, and the state before each chunk, which d log_gate needs.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     SUMS: tl.constexpr = SPLIT or not CAUSAL
@@ -357,14 +354,11 @@ def backward_q(
     q += head_of(n, h, first, qb, QT, qh, PACKED)
     k += head_of(n, h, first, kb, KT, kh, PACKED)
     v += head_of(n, h, first, vb, VT, vh, PACKED)
-    g += head_of(n, h, first, gb, gt, gh, PACKED)
     do += head_of(n, h, first, ob, OT, oh, PACKED)
     o += (first * H + h) * V
     dq += (first * H + h) * K
     inv += first * H + h
     pull += first * H + h
-    qdq += (TOKENS * (k0 // BK).to(tl.int64) + first) * H + h
-    held, zheld = _kept(held, zheld, n, h, first, T, H, K, V, C, PACKED)
 
     dk = k0 + tl.arange(0, BK)
     dv = tl.arange(0, BV)
@@ -376,17 +370,16 @@ def backward_q(
         row = n
         if SPLIT and CAUSAL:
             row = slot
-        before, zbefore = _state(init, zinit, row, h, H, K, V, SPLIT and CAUSAL)
+        before, zbefore = state_of(init, zinit, row, h, H, K, V, SPLIT and CAUSAL)
         s += tl.trans(tl.load(before + tile, mask=inside, other=0.0))
         z += tl.load(zbefore + dk, mask=dk < K, other=0.0)
     if not CAUSAL:
-        sx, sscale = _fit(s, DOT)
+        sx, sscale = fit(s, DOT)
     if SUMS:
         rs = tl.zeros([BV, BK], ACC)
         rz = tl.zeros([BK], ACC)
-        total = 0.0
         if START:
-            before, zbefore = _state(start, zstart, n, h, H, K, V, False)
+            before, zbefore = state_of(start, zstart, n, h, H, K, V, False)
             rs += tl.trans(tl.load(before + tile, mask=inside, other=0.0))
             rz += tl.load(zbefore + dk, mask=dk < K, other=0.0)
     i = tl.arange(0, C)
@@ -396,68 +389,45 @@ def backward_q(
         ox = load_rows(o, begin, real - begin, H * V, 0, V, C, BV, EVEN)
     for t in range(begin, stop, C):
         left = real - t
-        if GATED:
-            at = tl.cast(t // C, tl.int64) * H
-            turned = dv[:, None] * K + dk[None, :]
-            tl.store(held + at * (K * V) + turned, s, mask=(dv < V)[:, None] & (dk < K)[None, :])
-            tl.store(zheld + at * K + dk, z, mask=dk < K)
         dox = load_rows(do, t, left, OT, 0, V, C, BV, EVEN)
         if NORM:
             w = load_column(inv, t, left, H, C, ACC, 0.0)
-            p = _pull(dox, ox, w, eps, SIGNED)
+            p = pull_of(dox, ox, w, eps, SIGNED)
             ahead = tl.minimum(t + C, stop - C) if EVEN else t + C
             ox = load_rows(o, ahead, real - ahead, H * V, 0, V, C, BV, EVEN)
             if k0 == 0:
                 tl.store(pull + (tl.cast(t, tl.int64) + i) * H, p, mask=i < left)
         dox = dox.to(DOT)
         if CAUSAL:
-            sx, sscale = _fit(s, DOT)
+            sx, sscale = fit(s, DOT)
         back = tl.dot(dox, sx, input_precision=PREC, out_dtype=ACC) * sscale
-        if NORM and (SIGNED or GATED):  # d log_gate is a sum of differences, which rounding would spoil
+        if NORM and SIGNED:
             back += p[:, None] * z[None, :]
         elif NORM:
             zx, zscale = _rows(z, BK, DOT, ACC)
             px, pscale = _columns(p, C, DOT, ACC)
             back += tl.dot(px, zx, input_precision=PREC, out_dtype=ACC) * (pscale * zscale)
         if CAUSAL:
-            f = _features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
+            f = features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
             vx = load_rows(v, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
             kx = f.to(DOT)
-            if not GATED:
-                z += tl.sum(f, 0)
+            z += tl.sum(f, 0)
             da = tl.dot(dox, tl.trans(vx), input_precision=PREC, out_dtype=ACC)
             if NORM:
                 da += p[:, None]
             da = tl.where(i[:, None] >= i[None, :], da, 0.0)
-            if GATED:
-                gate = load_gate(g, t, left, gt, C, ACC)
-                age = tl.cumsum(gate, 0)
-                whole = tl.sum(gate, 0)
-                back = back * tl.exp(age)[:, None]
-                da = da * tl.exp(tl.minimum(age[:, None] - age[None, :], 0.0))
-            dax, dascale = _fit(da, DOT)
+            dax, dascale = fit(da, DOT)
             back += tl.dot(dax, kx, input_precision=PREC, out_dtype=ACC) * dascale
-            if GATED:
-                f = f * tl.exp(rest_of(gate))[:, None]
-                kx = f.to(DOT)
-                s = s * tl.exp(whole)
-                z = z * tl.exp(whole) + tl.sum(f, 0)
             s += tl.dot(tl.trans(vx), kx, input_precision=PREC, out_dtype=ACC)
-        f = _features(q, t, left, QT, k0, MAP, K, C, BK, EVEN, ACC)
+        f = features(q, t, left, QT, k0, MAP, K, C, BK, EVEN, ACC)
         if NORM:
             back = back * w[:, None]
-        if GATED:
-            tl.store(qdq + (tl.cast(t, tl.int64) + i) * H, tl.sum(f * back, 1), mask=i < size - t)
         store_rows(dq, phi_pull(back, f, MAP), t, size - t, H * K, k0, K, C, BK, EVEN)
         if SUMS:
             if NORM:
                 f = f * w[:, None]
-            if GATED:
-                f = f * tl.exp(total + age)[:, None]
-                total += whole
-            if NORM:
                 rz += tl.sum(f * p[:, None], 0)
-            fx, scale = _fit(f, DOT)
+            fx, scale = fit(f, DOT)
             rs += tl.dot(tl.trans(dox), fx, input_precision=PREC, out_dtype=ACC) * scale
 
     if SUMS:
@@ -469,31 +439,23 @@ def backward_q(
             row = slot - 1
             wanted = j
         if wanted != 0:
-            after, zafter = _state(sums, zsums, row, h, H, K, V, SPLIT)
+            after, zafter = state_of(sums, zsums, row, h, H, K, V, SPLIT)
             tl.store(after + tile, tl.trans(rs), mask=inside)
             tl.store(zafter + dk, rz, mask=dk < K)
-            if GATED:
-                if k0 == 0:
-                    tl.store(gsums + row.to(tl.int64) * H + h, total)
 
 
 @triton.jit
 def backward_kv(
-    q, k, v, g, inv, do, pull, qdq, held, zheld, dk, dv, dg, init, zinit, end, zend, fin, zfin, cu, owner, lengths,
-    eps, T, L, NS, TOKENS, gb, gt, gh, qb, qh, kb, kh, vb, vh, ob, oh,
+    q, k, v, inv, do, pull, dk, dv, init, zinit, fin, zfin, cu, owner, lengths,
+    T, L, NS, qb, qh, kb, kh, vb, vh, ob, oh,
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, FINAL: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dk and d log_gate (DK), dv (DV) of one segment, last chunk first, from R and r after it; those before to `fin`.
-
-    Each score and each state at the end holds exp of a sum of log_gates, so d log_gateₜ = ⟨R, S⟩ + ⟨r, z⟩ at the
-    chunk's end + Σ q·dq - k·dk over the tokens from t to there: over more tokens more rounding would add up. S and z
-    before each chunk are in `held`, after the last one in `end`.
-    """
+    """dk (DK) and dv (DV) of one segment, last chunk first, from R and r after it; those before to `fin`."""
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
@@ -507,15 +469,11 @@ def backward_kv(
     q += head_of(n, h, first, qb, QT, qh, PACKED)
     k += head_of(n, h, first, kb, KT, kh, PACKED)
     v += head_of(n, h, first, vb, VT, vh, PACKED)
-    g += head_of(n, h, first, gb, gt, gh, PACKED)
     do += head_of(n, h, first, ob, OT, oh, PACKED)
     dk += (first * H + h) * K
     dv += (first * H + h) * V
     inv += first * H + h
     pull += first * H + h
-    at = (TOKENS * (k0 // BK).to(tl.int64) + first) * H + h
-    qdq += at
-    dg += at
 
     ck = k0 + tl.arange(0, BK)
     cv = v0 + tl.arange(0, BV)
@@ -527,112 +485,61 @@ def backward_kv(
         row = n
         if SPLIT and CAUSAL:
             row = slot
-        after, zafter = _state(init, zinit, row, h, H, K, V, SPLIT and CAUSAL)
+        after, zafter = state_of(init, zinit, row, h, H, K, V, SPLIT and CAUSAL)
         rs += tl.trans(tl.load(after + tile, mask=inside, other=0.0))
         if DK:
             rz += tl.load(zafter + ck, mask=ck < K, other=0.0)
     if not CAUSAL:
-        rx, rscale = _fit(rs, DOT)
+        rx, rscale = fit(rs, DOT)
     start = j * L
     stop = tl.minimum(start + L, size)
-    if GATED and DK:
-        held, zheld = _kept(held, zheld, n, h, first, T, H, K, V, C, PACKED)
-        turned = cv[:, None] * K + ck[None, :]
-        fits = (cv < V)[:, None] & (ck < K)[None, :]
-        if j == segments - 1:
-            last, zlast = _state(end, zend, n, h, H, K, V, False)
-            pulled = tl.sum(tl.load(last + tile, mask=inside, other=0.0) * tl.trans(rs), 1)
-            pulled += tl.load(zlast + ck, mask=ck < K, other=0.0) * rz
-        else:
-            at = tl.cast(stop // C, tl.int64) * H
-            pulled = tl.sum(tl.load(held + at * (K * V) + turned, mask=fits, other=0.0).to(ACC) * rs, 0)
-            pulled += tl.load(zheld + at * K + ck, mask=ck < K, other=0.0) * rz
-        carried = tl.sum(pulled, 0)
     ones = tl.full([C, 16], 0.0625, DOT)
     i = tl.arange(0, C)
     chunks = (stop - start + C - 1) // C
     for c in range(chunks):
         t = start + (chunks - 1 - c) * C
         left = real - t
-        if GATED:  # d log_gate is a sum of differences, which rounding would spoil
-            after_z = rz
-        else:
-            zx, zscale = _rows(rz, BK, DOT, ACC)
+        zx, zscale = _rows(rz, BK, DOT, ACC)
         if CAUSAL:
-            rx, rscale = _fit(rs, DOT)
+            rx, rscale = fit(rs, DOT)
             dox = load_rows(do, t, left, OT, v0, V, C, BV, EVEN).to(DOT)
-            f = _features(q, t, left, QT, k0, MAP, K, C, BK, EVEN, ACC)
+            f = features(q, t, left, QT, k0, MAP, K, C, BK, EVEN, ACC)
             if NORM:
                 f = f * load_column(inv, t, left, H, C, ACC, 0.0)[:, None]
-            fx, fscale = _fit(f, DOT)
+            fx, fscale = fit(f, DOT)
             if NORM and DK:
                 p = load_column(pull, t, left, H, C, ACC, 0.0)
-                if not GATED:
-                    px, pscale = _rows(p, C, DOT, ACC)
-            if GATED:
-                gate = load_gate(g, t, left, gt, C, ACC)
-                age = tl.cumsum(gate, 0)
-                whole = tl.sum(gate, 0)
-                rest = tl.exp(rest_of(gate))
-                fade = tl.exp(tl.minimum(age[None, :] - age[:, None], 0.0))  # [C keys, C queries]
-                f = f * tl.exp(age)[:, None]
-                rs = rs * tl.exp(whole)
-                rz = rz * tl.exp(whole)
-            if NORM and DK:
+                px, pscale = _rows(p, C, DOT, ACC)
                 rz += tl.sum(f * p[:, None], 0)
-            gx, gscale = fx, fscale
-            if GATED:
-                gx, gscale = _fit(f, DOT)
-            rs += tl.dot(tl.trans(dox), gx, input_precision=PREC, out_dtype=ACC) * gscale
-        kx = _features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC).to(DOT)
+            rs += tl.dot(tl.trans(dox), fx, input_precision=PREC, out_dtype=ACC) * fscale
+        kx = features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC).to(DOT)
         if DV:
             gv = tl.dot(kx, tl.trans(rx), input_precision=PREC, out_dtype=ACC) * rscale
             if CAUSAL:
                 a = tl.dot(kx, tl.trans(fx), input_precision=PREC, out_dtype=ACC) * fscale
                 a = tl.where(i[:, None] <= i[None, :], a, 0.0)  # [C keys, C queries]
-                if GATED:
-                    a = a * fade
-                    gv = gv * rest[:, None]
-                ax, ascale = _fit(a, DOT)
+                ax, ascale = fit(a, DOT)
                 gv += tl.dot(ax, dox, input_precision=PREC, out_dtype=ACC) * ascale
             store_rows(dv, gv, t, size - t, H * V, v0, V, C, BV, EVEN)
         if DK:
             vx = load_rows(v, t, left, VT, v0, V, C, BV, EVEN).to(DOT)
             gk = tl.dot(vx, rx, input_precision=PREC, out_dtype=ACC) * rscale
-            if GATED:
-                gk += after_z[None, :]
-                f_k = _features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
-            else:
-                gk += tl.dot(ones, zx, input_precision=PREC, out_dtype=ACC) * zscale
-                f_k = kx.to(ACC)
+            gk += tl.dot(ones, zx, input_precision=PREC, out_dtype=ACC) * zscale
             if CAUSAL:
                 da = tl.dot(vx, tl.trans(dox), input_precision=PREC, out_dtype=ACC)
-                if NORM and GATED:
-                    da += p[None, :]
-                elif NORM:
+                if NORM:
                     da += tl.dot(ones, px, input_precision=PREC, out_dtype=ACC) * pscale
                 da = tl.where(i[:, None] <= i[None, :], da, 0.0)
-                if GATED:
-                    da = da * fade
-                    gk = gk * rest[:, None]
-                dax, dascale = _fit(da, DOT)
+                dax, dascale = fit(da, DOT)
                 gk += tl.dot(dax, fx, input_precision=PREC, out_dtype=ACC) * (dascale * fscale)
-            if GATED:
-                push = load_column(qdq, t, left, H, C, ACC, 0.0) - tl.sum(f_k * gk, 1)
-                here = tl.where(i < left, tl.cumsum(push, 0, reverse=True) + carried, 0.0)
-                tl.store(dg + (tl.cast(t, tl.int64) + i) * H, here, mask=i < size - t)
-                at = tl.cast(t // C, tl.int64) * H
-                pulled = tl.sum(tl.load(held + at * (K * V) + turned, mask=fits, other=0.0).to(ACC) * rs, 0)
-                pulled += tl.load(zheld + at * K + ck, mask=ck < K, other=0.0) * rz
-                carried = tl.sum(pulled, 0)
-            gk = phi_pull(gk, f_k, MAP)
+            gk = phi_pull(gk, kx.to(ACC), MAP)
             if not EVEN:
                 gk = tl.where((i < left)[:, None], gk, 0.0)
             store_rows(dk, gk, t, size - t, H * K, k0, K, C, BK, EVEN)
 
     if FINAL and DK:
         if j == 0:
-            earlier, zearlier = _state(fin, zfin, n, h, H, K, V, False)
+            earlier, zearlier = state_of(fin, zfin, n, h, H, K, V, False)
             tl.store(earlier + tile, tl.trans(rs), mask=inside)
             tl.store(zearlier + ck, rz, mask=ck < K)
 

@@ -1,5 +1,6 @@
 """Starts the kernels of linear attention: with which launch parameters, in which order, on which scratch memory."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -7,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, launch_by_key, number_of, tile_of
+from subquad.ops.linear import gated_kernels_triton as gated
 from subquad.ops.linear import kernels_triton as kernels
 from subquad.ops.linear.fused import Outputs, cut, segment_of, state_type
 from subquad.ops.linear.spec import Inputs, Spec
@@ -16,7 +18,7 @@ Sums = tuple[Tensor, Tensor]  # s and z, or the same rows twice, which hold z af
 
 class Config(NamedTuple):
     chunk: int
-    block: int  # columns of the state in one program: of V in forward and backward_v, of K in the others
+    block: int  # columns of the state that a program has: of V in forward, backward_v and gradients, else of K
     warps: int
     stages: int
     registers: int = 255  # at most, so that more programs share a multiprocessor
@@ -33,6 +35,8 @@ TUNED: dict[tuple[str, bool, int, int, int], Config] = {
     ("backward_kv", False, 64, 64, 2): Config(64, 64, 4, 2, 168),
     ("forward", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
     ("backward_v", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
+    ("walk_s", True, 64, 64, 2): Config(64, 64, 4, 3, 128),
+    ("walk_r", True, 64, 64, 2): Config(64, 64, 4, 3, 128),
 }
 
 
@@ -47,7 +51,7 @@ def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int,
         tuned = TUNED.get((f"{kernel} many", causal, k, v, itemsize), tuned)
     if tuned:
         return tuned
-    across, along = (v, k) if kernel in ("forward", "backward_v") else (k, v)
+    across, along = (v, k) if kernel in ("forward", "backward_v", "gradients") else (k, v)
     if itemsize > 2:  # exact products run on scalar units and want small tiles
         block = min(across, max(16, 2048 // along))
         return Config(16, block, 8 if block * along > 1024 else 4, 1)
@@ -57,12 +61,14 @@ def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int,
 
 
 class Walk(NamedTuple):
-    """A kernel that walks over tokens: of keys or of queries; each program takes some columns of K, of V, or all."""
+    """A kernel over tokens, of keys or of queries; a program walks a segment with some columns of K, of V, or all."""
 
     kernel: Any
     inputs: str  # the letters of the inputs that it reads; their strides are passed too
     over_keys: bool
     columns: str
+    names: str = ""  # what the kernel calls its inputs, if not by their letters
+    by_chunk: bool = False  # a program has one chunk, and takes all columns one block after the other
 
 
 WALKS = {
@@ -72,6 +78,9 @@ WALKS = {
     "backward_kv": Walk(kernels.backward_kv, "QKVO", over_keys=True, columns=""),
     "backward_k": Walk(kernels.backward_kv, "QKVO", over_keys=True, columns="K"),
     "backward_v": Walk(kernels.backward_kv, "QKVO", over_keys=True, columns="V"),
+    "walk_s": Walk(gated.walk, "KV", over_keys=True, columns="K", names="XY"),
+    "walk_r": Walk(gated.walk, "QO", over_keys=False, columns="K", names="XY"),
+    "gradients": Walk(gated.gradients, "QKVO", over_keys=True, columns="V", by_chunk=True),
 }
 _DOT = {
     torch.float16: tl.float16,
@@ -117,40 +126,50 @@ class Call:
 
     def walk(self, name: str, *tensors: Tensor, **own: bool) -> None:
         """Start a kernel of WALKS on its tensors; `own` are the constants that not all of them have."""
-        kernel, letters, over_keys, columns = WALKS[name]
+        kernel, letters, over_keys, columns, names, by_chunk = WALKS[name]
 
         def plan() -> Plan:
             x, spec, cfg = self.x, self.spec, self.config(name)
-            if name == "backward_q" and self.gated:
-                cfg = cfg._replace(block=self.config("backward_k").block)  # they meet in q·dq - k·dk
             block_k = cfg.block if columns == "K" else tile_of(self.width_k)
             block_v = cfg.block if columns == "V" else tile_of(self.width_v)
             tokens = (x.k if over_keys else x.q).shape[1]
             slots, segments, _ = self.cut(tokens)
-            programs = slots * self.heads * blocks_of(self.width_k, block_k) * blocks_of(self.width_v, block_v)
+            if by_chunk:
+                parts = blocks_of(self.segment, cfg.chunk)
+            else:
+                parts = blocks_of(self.width_k, block_k) * blocks_of(self.width_v, block_v)
             padded = x.lengths is not None and tokens == x.k.shape[1]  # else queries, which are never padded
             whole = self.width_k % block_k == 0 and self.width_v % block_v == 0 and tokens % cfg.chunk == 0
-            inputs = [self.inputs[letter] for letter in letters]
+            gate = self.gate.stride()[:3] if self.gated else (0, 0, 0)
+            numbers = {
+                "eps": spec.eps, "T": tokens, "L": self.segment, "NS": segments, "SLOTS": slots,
+                **dict(zip(("gb", "gt", "gh"), gate, strict=True)),
+            }  # fmt: skip
             constants = {
-                **{f"{letter}T": t.stride(1) for letter, t in zip(letters, inputs, strict=True)},
                 "K": self.width_k, "V": self.width_v, "H": self.heads, "C": cfg.chunk, "BK": block_k, "BV": block_v,
                 "EVEN": whole and not padded and x.cu_seqlens is None, "MAP": spec.feature_map,
-                "CAUSAL": spec.causal, "NORM": spec.normalize, "GATED": self.gated,
+                "CAUSAL": spec.causal, "NORM": spec.normalize, "SIGNED": spec.signed, "GATED": self.gated,
                 "PACKED": x.cu_seqlens is not None, "LENGTHS": padded, **own,
                 "DOT": _DOT[x.q.dtype], "ACC": tl.float64 if x.q.dtype is torch.float64 else tl.float32,
                 "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
             }  # fmt: skip
-            gate = self.gate.stride()[:3] if self.gated else (0, 0, 0)
-            apart = (stride for t in inputs for stride in (t.stride(0), t.stride(2)))
-            numbers = (spec.eps, tokens, self.segment, segments, x.q.shape[0] * tokens, *gate, *apart)
-            return Plan((programs,), numbers, constants, cfg.warps, cfg.stages, cfg.registers)
+            for letter, called in zip(letters, names or letters, strict=True):
+                strides = self.inputs[letter].stride()
+                low = called.lower()
+                numbers |= {f"{low}b": strides[0], f"{low}h": strides[2]}
+                constants[f"{called}T"] = strides[1]
+            wanted = kernel.arg_names
+            numbers_in_order = tuple(numbers[n] for n in wanted if n in numbers)
+            constants = {n: c for n, c in constants.items() if n in wanted}
+            programs = slots * self.heads * parts
+            return Plan((programs,), numbers_in_order, constants, cfg.warps, cfg.stages, cfg.registers)
 
         launch_by_key((self.kind, name, *own.values()), kernel, (*tensors, *self.where), plan)
 
-    def held(self) -> Sums:
-        """Scratch for the state before each chunk, s [chunks, H, V, K] and z: as the walks back need it for gates."""
+    def kept(self) -> Sums:
+        """Scratch for a state for each chunk, s [chunks, H, V, K] and z."""
         q, packed = self.x.q, self.x.cu_seqlens is not None
-        chunk = self.config("backward_q").chunk
+        chunk = self.config("gradients").chunk
         chunks = q.shape[1] // chunk + self.x.sequences if packed else q.shape[0] * blocks_of(q.shape[1], chunk)
         wide = state_type(q)
         kept = torch.bfloat16 if q.dtype is torch.bfloat16 else wide
@@ -160,11 +179,14 @@ class Call:
     def scan(
         self, tokens: int, rows: Tensor, grows: Tensor | None, init: Sums | None, final: Sums | None, reverse: bool
     ) -> None:
-        """Add up the rows of every sequence of so many tokens, in place (causal), and put the last sums in `final`."""
+        """Add up the rows of every sequence of so many tokens, in place (causal), and put the last sums in `final`.
+
+        Causal, `final` takes one row more for each sequence, after those of the slots.
+        """
         packed, causal, none = self.x.cu_seqlens is not None, self.spec.causal, (rows, rows)
 
         def plan() -> Plan:
-            elements, segments = rows.shape[2], self.cut(tokens)[1]
+            elements, (slots, segments, _) = rows.shape[2], self.cut(tokens)
             unroll = 16 if packed else min(16, 1 << (segments - 1).bit_length())
             block = min(2048 // unroll, 512, tile_of(elements))
             constants = {
@@ -173,7 +195,7 @@ class Call:
                 "U": unroll, "BE": block, "ACC": tl.float64 if rows.dtype is torch.float64 else tl.float32,
             }  # fmt: skip
             programs = self.x.sequences * self.heads * blocks_of(elements, block)
-            return Plan((programs,), (self.segment, segments, self.heads), constants)
+            return Plan((programs,), (self.segment, segments, slots, self.heads), constants)
 
         tensors = (rows, rows if grows is None else grows, *(init or none), *(final or none), self.where[0])
         launch_by_key((self.kind, "scan", reverse, init is None, final is None), kernels.scan, tensors, plan)
@@ -201,7 +223,7 @@ def forward(
         init = rows, rows
     call.walk(
         "forward", x.q, x.k, x.v, call.gate, o, o if inv is None else inv, *(init or (s, z)), s, z,
-        SPLIT=causal and several, INIT=init is not None, SIGNED=spec.signed, SAVE=inv is not None,
+        SPLIT=causal and several, INIT=init is not None, SAVE=inv is not None,
     )  # fmt: skip
 
 
@@ -219,9 +241,18 @@ def backward(
     dq, dk, dv = (t.new_empty(t.shape) if x.cu_seqlens is None else t.new_zeros(t.shape) for t in x[:3])
     dinit = None if x.s0 is None or x.z0 is None else (torch.empty_like(x.s0), torch.empty_like(x.z0))
     inv = s.new_empty((0,)) if saved_inv is None else saved_inv
-    none = inv, inv
+    call = Call(x, spec, do)
+    run = backward_plain if x.log_gate is None else backward_gated
+    dg = run(call, do, dend, done, inv, (dq, dk, dv), dinit)
+    return dq, dk, dv, dg, *(dinit or (None, None))
 
-    call, causal = Call(x, spec, do), spec.causal
+
+def backward_plain(
+    call: Call, do: Tensor, dend: Sums | None, done: Outputs, inv: Tensor, grads: Sequence[Tensor], dinit: Sums | None
+) -> None:
+    """Fill the gradients of q, k and v and of the first s and z."""
+    (o, s, z, _, before), (dq, dk, dv) = done, grads
+    x, causal, none = call.x, call.spec.causal, (inv, inv)
     slots, _, several = call.cut(x.q.shape[1])
     init: Sums | None = None if x.s0 is None or x.z0 is None else (x.s0, x.z0)
     if not causal:
@@ -229,15 +260,10 @@ def backward(
     elif before is not None and len(before):
         init = before, before
     pull = torch.empty_like(inv)
-    grows, gates, held, sums = None, none, none, None  # gates: q·dq and d log_gate, by block of K
+    sums = None
     if several:
         rows = s.new_empty((slots, call.heads, call.width_k * (call.width_v + 1)))
         sums = rows, rows
-    if x.log_gate is not None:
-        shape = blocks_of(call.width_k, call.config("backward_k").block), *x.log_gate.shape
-        gates = s.new_empty(shape), s.new_empty(shape)
-        held = call.held()
-        grows = s.new_empty((slots, call.heads))
     after, first = dend, dinit
     if not causal:  # R and r are the same after every token, and before
         after = dinit or (torch.empty_like(s), torch.empty_like(z))
@@ -246,26 +272,60 @@ def backward(
 
     start = None if several or causal else dend
     call.walk(
-        "backward_q", x.q, x.k, x.v, call.gate, o, inv, do, pull, dq, gates[0], *held, *(init or none),
-        *(start or none), *(sums or none), inv if grows is None else grows,
-        SPLIT=several, INIT=init is not None, SIGNED=spec.signed, START=start is not None,
+        "backward_q", x.q, x.k, x.v, o, inv, do, pull, dq, *(init or none), *(start or none), *(sums or none),
+        SPLIT=several, INIT=init is not None, START=start is not None,
     )  # fmt: skip
     if several:
-        call.scan(x.q.shape[1], rows, grows, dend, None if causal else after, reverse=True)
+        call.scan(x.q.shape[1], rows, None, dend, None if causal else after, reverse=True)
         after = sums if causal else after
-    tensors = (
-        x.q, x.k, x.v, call.gate, inv, do, pull, gates[0], *held, dk, dv, gates[1], *(after or none), s, z,
-        *(first or none),
-    )  # fmt: skip
     k, v = tile_of(call.width_k), tile_of(call.width_v)
     together = k * v <= 4096 and call.config("backward_k").block == k and call.config("backward_v").block == v
     for name in ("backward_kv",) if together else ("backward_v", "backward_k"):
         call.walk(
-            name, *tensors, SPLIT=several, INIT=after is not None,
+            name, x.q, x.k, x.v, inv, do, pull, dk, dv, *(after or none), *(first or none),
+            SPLIT=several, INIT=after is not None,
             DK=name != "backward_v", DV=name != "backward_k", FINAL=first is not None,
         )  # fmt: skip
-    dg = None if x.log_gate is None else gates[1].sum(0).to(x.log_gate.dtype)
-    return dq, dk, dv, dg, *(dinit or (None, None))
+
+
+def backward_gated(
+    call: Call, do: Tensor, dend: Sums | None, done: Outputs, inv: Tensor, grads: Sequence[Tensor], dinit: Sums | None
+) -> Tensor:
+    """Fill the gradients of q, k and v and of the first s and z; that of log_gate."""
+    (o, s, _, _, before), x, none = done, call.x, (inv, inv)
+    slots, _, several = call.cut(x.q.shape[1])
+    dg = call.gate.new_empty(call.gate.shape) if x.cu_seqlens is None else call.gate.new_zeros(call.gate.shape)
+    # z has gradients where outputs were divided by it, or where the caller uses it
+    with_z = call.spec.normalize or dend is not None
+    pull, (kept_s, kept_z), (kept_r, kept_rz) = torch.empty_like(inv), call.kept(), call.kept()
+    init: Sums | None = None if x.s0 is None or x.z0 is None else (x.s0, x.z0)
+    if before is not None and len(before):
+        init = before, before
+    call.walk(
+        "walk_s", x.k, x.v, call.gate, o, inv, pull, kept_s, kept_z, inv, *(init or none), *none, inv,
+        SPLIT=several, INIT=init is not None, BACK=False, WITH_Z=with_z, FINAL=False,
+    )  # fmt: skip
+    if several:  # what each segment adds to R, and R after it
+        extra = 0 if dinit is None else x.sequences
+        rows = s.new_empty((slots + extra, call.heads, call.width_k * (call.width_v + 1)))
+        grows, reach = s.new_empty(rows.shape[:2]), s.new_empty(kept_s.shape[:2])
+        begin, ends = None, (rows, rows)
+    else:
+        rows = grows = reach = inv
+        begin, ends = dend, dinit
+    call.walk(
+        "walk_r", x.q, do, call.gate, o, inv, pull, kept_r, kept_rz, reach, *(begin or none), *(ends or none), grows,
+        SPLIT=several, INIT=begin is not None, BACK=True, WITH_Z=with_z, FINAL=dinit is not None,
+    )  # fmt: skip
+    if several:
+        call.scan(x.q.shape[1], rows, grows, dend, dinit, reverse=True)
+    if dinit is not None and not with_z:
+        dinit[1].zero_()
+    call.walk(
+        "gradients", x.q, x.k, x.v, call.gate, inv, do, pull, kept_s, kept_z, kept_r, kept_rz, reach, rows, *grads, dg,
+        SPLIT=several, WITH_Z=with_z,
+    )  # fmt: skip
+    return dg
 
 
 def step(
