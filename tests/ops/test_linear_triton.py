@@ -149,6 +149,8 @@ def compare(
         {"t": 40, "feature_map": "relu", "normalize": False, "gate": True},
         {"t": 40, "feature_map": "exp", "normalize": False},
         {"t": 40, "k": 80, "v": 48, "gate": True, "init": True},  # blocks of K and of V
+        {"t": 40, "k": 33, "v": 70, "gate": True, "feature_map": "identity", "normalize": False},
+        {"t": 70, "b": 2, "k": 64, "gate": True, "lengths": [70, 37], "feature_map": "identity", "signed": True},
         {"t": 40, "k": 80, "v": 48},
         {"t": 40, "k": 48, "v": 80, "causal": False},
     ],
@@ -163,6 +165,7 @@ def test_equals_the_definition(case: dict[str, Any]) -> None:
     "case",
     [
         {"t": 33, "gate": True, "init": True},
+        {"t": 33, "gate": True, "normalize": False},
         {"t": 32},
         {"t": 33, "b": 2, "causal": False, "init": True, "lengths": [33, 20]},
     ],
@@ -171,6 +174,27 @@ def test_equals_the_definition(case: dict[str, Any]) -> None:
 def test_sequences_of_one_segment(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "MIN_SEGMENT", 64)
     compare(**({"b": 1, "h": 1, "k": 16, "v": 16} | case))
+
+
+@interpreted
+@pytest.mark.parametrize("segment", [32, 128])
+@pytest.mark.parametrize("cuts", [None, [0, 40, 40, 41, 60]])
+def test_gates_without_gradients_of_the_last_state(
+    cuts: list[int] | None, segment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then nothing pulls at z, and its gradient is zero."""
+    monkeypatch.setattr(fused, "MIN_SEGMENT", segment)
+    n = 1 if cuts is None else len(cuts) - 1
+    leaves = draw(1, 60, 60, 1, 16, 16, n, True, True)
+    q, k, v, g, s0, z0 = leaves
+    packed = None if cuts is None else torch.tensor(cuts, dtype=torch.int32)
+    opt = BASE | {"normalize": False, "log_gate": g, "s0": s0, "z0": z0, "cu_seqlens": packed}
+    ours, exact = (fn(q, k, v, **opt)[0] for fn in (fused_attention, dense))
+    w = torch.randn_like(exact)
+    found = torch.autograd.grad(ours, leaves, w)
+    wanted = torch.autograd.grad(exact, leaves, w, allow_unused=True)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, torch.zeros_like(x) if y is None else y, rtol=1e-9, atol=1e-9)
 
 
 @interpreted
@@ -357,9 +381,10 @@ def test_unknown_feature_map_is_refused() -> None:
         ("step", False),
         ("step", True),
         ("backward_q", False),
-        ("backward_q", True),
         ("backward_kv", False),
-        ("backward_kv", True),
+        ("walk_s", True),
+        ("walk_r", True),
+        ("gradients", True),
     ]
     + [("forward", gated) for gated in (False, True)],
 )
@@ -372,19 +397,21 @@ def test_compiles_for_hopper(kernel: str, gated: bool) -> None:
 
     from subquad.ops.linear import kernels_triton, launches_triton
 
-    fn = getattr(kernels_triton, kernel)
+    walks = launches_triton.WALKS
+    fn = walks[kernel].kernel if kernel in walks else getattr(kernels_triton, kernel)
     cfg = launches_triton.config(kernel, True, 64, 64, 2)
-    half = {"q", "k", "v", "o", "do", "dq", "dk", "dv"}
+    half = {"q", "k", "v", "o", "do", "dq", "dk", "dv", "x", "y", "kept", "before", "after"}
     numbers = {"eps": "fp32"} | dict.fromkeys(("cu", "owner", "lengths"), "*i32")
     constants = {
         "K": 64, "V": 64, "C": cfg.chunk, "BK": 64, "BV": 64, "MAP": "elu+1", "CAUSAL": True, "SIGNED": False,
         "NORM": True, "GATED": gated, "PACKED": gated, "LENGTHS": False, "INIT": True, "SPLIT": True, "SAVE": True,
         "FINAL": True, "START": False, "GATE": 1, "DELTA": gated,
         "EVEN": not gated, "REVERSE": gated, "U": 16, "BE": 128, "INPLACE": True,
-        "H": 16, "QT": 1024, "KT": 1024, "VT": 1024, "OT": 1024, "DK": True, "DV": True,
+        "H": 16, "QT": 1024, "KT": 1024, "VT": 1024, "OT": 1024, "XT": 1024, "YT": 1024, "DK": True, "DV": True,
+        "BACK": kernel == "walk_r", "WITH_Z": True,
         "DOT": tl.bfloat16, "ACC": tl.float32, "PREC": "ieee",
     }  # fmt: skip
-    scalars = {"T", "L", "NS", "H", "TOKENS"}
+    scalars = {"T", "L", "NS", "H", "SLOTS"}
     signature, constexprs = {}, {}
     for i, name in enumerate(fn.arg_names):
         if name in constants and fn.params[i].is_constexpr:
@@ -392,7 +419,7 @@ def test_compiles_for_hopper(kernel: str, gated: bool) -> None:
             constexprs[(i,)] = constants[name]
         elif name in numbers:
             signature[name] = numbers[name]
-        elif name in scalars or (len(name) == 2 and name[1] in "bth" and name[0] in "qkvgoszb"):
+        elif name in scalars or (len(name) == 2 and name[1] in "bth" and name[0] in "qkvgoszbxy"):
             signature[name] = "i32"
         else:
             signature[name] = "*bf16" if name in half else "*fp32"

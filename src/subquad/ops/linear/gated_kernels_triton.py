@@ -1,4 +1,4 @@
-# ruff: noqa: SIM102, SIM300 (a compile-time test and a run-time one stay apart; ACC is a parameter)
+# ruff: noqa: SIM102 (a compile-time test and a run-time one stay apart)
 """The backward pass of linear attention with a gate for each head: states walk, gradients do not.
 
     walk         S and z before each chunk, from k and v; and once more, back, R and r after each chunk, from q and do
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from subquad.ops.linear.kernels_triton import features, fit, pull_of, state_of
-from subquad.ops.linear.maps_triton import phi, phi_pull, phi_zero
+from subquad.ops.linear.maps_triton import phi_pull
 from subquad.ops.linear.tiles_triton import head_of, load_column, load_gate, load_rows, locate, rest_of, store_rows
 
 
@@ -147,14 +147,52 @@ def walk(
 
 @triton.jit
 def _operand(
-    ptr, t, left, stride: tl.constexpr, MAP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    EVEN: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr,
+    ptr, t, left, stride: tl.constexpr, d0, MAP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    EVEN: tl.constexpr, DIRECT: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """φ of rows. The identity is the loaded tile itself: nothing is loaded ahead here, which would overwrite it."""
-    x = load_rows(ptr, t, left, stride, 0, D, ROWS, COLS, EVEN, phi_zero(MAP))
-    if MAP != "identity":
-        x = phi(x.to(ACC), MAP)
+    """φ of rows. DIRECT: the identity is the loaded tile itself, since no loop loads the next one over it."""
+    if DIRECT and MAP == "identity":
+        x = load_rows(ptr, t, left, stride, d0, D, ROWS, COLS, EVEN)
+    else:
+        x = features(ptr, t, left, stride, d0, MAP, D, ROWS, COLS, EVEN, ACC)
     return x.to(DOT)
+
+
+@triton.jit
+def _wide(
+    x, ptr, t, left, stride: tl.constexpr, d0, MAP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, EVEN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The operand x in ACC; where it was computed it is computed again, which takes fewer registers than keeping it."""
+    if MAP == "identity":
+        f = x.to(ACC)
+    else:
+        f = features(ptr, t, left, stride, d0, MAP, D, ROWS, COLS, EVEN, ACC)
+    return f
+
+
+@triton.jit
+def _block(ptr, v0, k0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """A block [BV, BK] of a kept state."""
+    cv = v0 + tl.arange(0, BV)
+    ck = k0 + tl.arange(0, BK)
+    return tl.load(ptr + cv[:, None] * K + ck[None, :], mask=(cv < V)[:, None] & (ck < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _block_after(
+    after, rows, far, v0, k0, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SPLIT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """A block [BV, BK] of R after a chunk: what the segment gave, and what comes after the segment."""
+    r = _block(after, v0, k0, K, V, BK, BV).to(ACC)
+    if SPLIT:
+        if far > -104.0:
+            cv = v0 + tl.arange(0, BV)
+            ck = k0 + tl.arange(0, BK)
+            tile = ck[:, None] * V + cv[None, :]
+            r += tl.trans(tl.load(rows + tile, mask=(ck < K)[:, None] & (cv < V)[None, :], other=0.0)) * tl.exp(far)
+    return r
 
 
 @triton.jit
@@ -167,13 +205,15 @@ def gradients(
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, WITH_Z: tl.constexpr,
     DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dv and d log_gate of one chunk; values are taken BV columns at a time.
+    """dq, dk, dv and d log_gate of one chunk, by blocks of BK and BV columns; what fits one block is read once.
 
     d log_gateₜ is the sum of all that passes through that gate: from the state before the chunk to R after it, from
     that state to queries from t on, from keys before t to R, and from keys before t to queries from t on. R after the
     segment is in row `slot` of `rows` (SPLIT), and too far away to matter where exp(reach) is zero.
     """
+    NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
+    ONE: tl.constexpr = NK * NV == 1
     pid = tl.program_id(0)
     h = pid % H
     chunks = (L + C - 1) // C
@@ -199,95 +239,113 @@ def gradients(
     before += chunk * (K * V)
     after += chunk * (K * V)
     left = real - t
-    ck = tl.arange(0, BK)
-    cv = tl.arange(0, BV)
     i = tl.arange(0, C)
     far = 0.0
+    zrows = rows
     if SPLIT:
         far = tl.load(reach + chunk)
         rows, zrows = state_of(rows, rows, slot, h, H, K, V, True)
+    through = 0.0
+    if ONE:
+        r = _block_after(after, rows, far, 0, 0, K, V, BK, BV, SPLIT, ACC)
+        s = _block(before, 0, 0, K, V, BK, BV)
+        through += tl.sum(tl.sum(r * s.to(ACC), 1), 0)
+        rx, rscale = fit(r, DOT)
+        sx, sscale = fit(s.to(ACC), DOT)
+        kx = _operand(k, t, left, KT, 0, MAP, K, C, BK, EVEN, True, DOT, ACC)
+        qx = _operand(q, t, left, QT, 0, MAP, K, C, BK, EVEN, True, DOT, ACC)
+        vx = load_rows(v, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
+        dox = load_rows(do, t, left, OT, 0, V, C, BV, EVEN).to(DOT)
 
     gate = load_gate(g, t, left, gt, C, ACC)
     age = tl.cumsum(gate, 0)
     rest = tl.exp(rest_of(gate))
+    seen = tl.exp(age)
     fade = tl.exp(tl.minimum(age[None, :] - age[:, None], 0.0))  # [C keys, C queries]
     fade = tl.where(i[:, None] <= i[None, :], fade, 0.0)
-    seen = tl.exp(age)
     if NORM:
         w = load_column(inv, t, left, H, C, ACC, 0.0)
         p = load_column(pull, t, left, H, C, ACC, 0.0)
-        fade = fade * w[None, :]
         seen = seen * w
-    kx = _operand(k, t, left, KT, MAP, K, C, BK, EVEN, DOT, ACC)
-    qx = _operand(q, t, left, QT, MAP, K, C, BK, EVEN, DOT, ACC)
-    a = tl.dot(kx, tl.trans(qx), input_precision=PREC, out_dtype=ACC) * fade
+        fade = fade * w[None, :]
+    a = tl.zeros([C, C], ACC)
+    for c in tl.range(0, NK, num_stages=1):
+        if not ONE:
+            kx = _operand(k, t, left, KT, c * BK, MAP, K, C, BK, EVEN, False, DOT, ACC)
+            qx = _operand(q, t, left, QT, c * BK, MAP, K, C, BK, EVEN, False, DOT, ACC)
+        a += tl.dot(kx, tl.trans(qx), input_precision=PREC, out_dtype=ACC)
+    a = a * fade
     da = tl.zeros([C, C], ACC)
+    for b in tl.range(0, NV, num_stages=1):
+        if not ONE:
+            vx = load_rows(v, t, left, VT, b * BV, V, C, BV, EVEN).to(DOT)
+            dox = load_rows(do, t, left, OT, b * BV, V, C, BV, EVEN).to(DOT)
+        da += tl.dot(vx, tl.trans(dox), input_precision=PREC, out_dtype=ACC)
     if NORM:
         da += p[None, :]
-    for b in tl.static_range(NV):
-        vx = load_rows(v, t, left, VT, b * BV, V, C, BV, EVEN).to(DOT)
-        dox = load_rows(do, t, left, OT, b * BV, V, C, BV, EVEN).to(DOT)
-        da += tl.dot(vx, tl.trans(dox), input_precision=PREC, out_dtype=ACC)
     flow = tl.where(i[:, None] < i[None, :], a * da, 0.0)
     push = tl.sum(flow, 0) - tl.sum(flow, 1)
     ax, ascale = fit(a, DOT)
     dax, dascale = fit(da * fade, DOT)
 
-    gk = tl.zeros([C, BK], ACC)
-    through = 0.0
-    if WITH_Z:
-        z = tl.load(zbefore + chunk * K + ck, mask=ck < K, other=0.0)
-        rz = tl.load(zafter + chunk * K + ck, mask=ck < K, other=0.0)
-        if SPLIT:
-            rz += tl.load(zrows + ck, mask=ck < K, other=0.0) * tl.exp(far)
-        gk += rz[None, :]
-        through += tl.sum(rz * z, 0)
-    for b in tl.static_range(NV):
-        columns = b * BV + cv
-        turned = columns[:, None] * K + ck[None, :]
-        fits = (columns < V)[:, None] & (ck < K)[None, :]
-        r = tl.load(after + turned, mask=fits, other=0.0).to(ACC)
-        s = tl.load(before + turned, mask=fits, other=0.0)
-        if SPLIT:
-            if far > -104.0:
-                tile = ck[:, None] * V + columns[None, :]
-                later = tl.load(rows + tile, mask=(ck < K)[:, None] & (columns < V)[None, :], other=0.0)
-                r += tl.trans(later) * tl.exp(far)
-        through += tl.sum(tl.sum(r * s.to(ACC), 1), 0)
-        rx, rscale = fit(r, DOT)
-        if NV > 1:
-            vx = load_rows(v, t, left, VT, b * BV, V, C, BV, EVEN).to(DOT)
+    for b in tl.range(0, NV, num_stages=1):
+        gv = tl.zeros([C, BV], ACC)
+        for c in tl.range(0, NK, num_stages=1):
+            if not ONE:
+                kx = _operand(k, t, left, KT, c * BK, MAP, K, C, BK, EVEN, False, DOT, ACC)
+                r = _block_after(after, rows, far, b * BV, c * BK, K, V, BK, BV, SPLIT, ACC)
+                rx, rscale = fit(r, DOT)
+            gv += tl.dot(kx, tl.trans(rx), input_precision=PREC, out_dtype=ACC) * rscale
+        if not ONE:
             dox = load_rows(do, t, left, OT, b * BV, V, C, BV, EVEN).to(DOT)
-        gv = tl.dot(kx, tl.trans(rx), input_precision=PREC, out_dtype=ACC) * (rest * rscale)[:, None]
+        gv = gv * rest[:, None]
         gv += tl.dot(ax, dox, input_precision=PREC, out_dtype=ACC) * ascale
         store_rows(dv, gv, t, size - t, H * V, b * BV, V, C, BV, EVEN)
-        gk += tl.dot(vx, rx, input_precision=PREC, out_dtype=ACC) * rscale
-    gk = gk * rest[:, None]
-    f = kx.to(ACC)
-    passed = tl.sum(f * gk, 1)
-    gk += tl.dot(dax, qx, input_precision=PREC, out_dtype=ACC) * dascale
-    gk = phi_pull(gk, f, MAP)
-    if not EVEN:
-        gk = tl.where((i < left)[:, None], gk, 0.0)
-    store_rows(dk, gk, t, size - t, H * K, 0, K, C, BK, EVEN)
 
-    gq = tl.zeros([C, BK], ACC)
-    if NORM:
-        gq += p[:, None] * z[None, :]
-    for b in tl.static_range(NV):
-        if NV > 1:
-            columns = b * BV + cv
-            turned = columns[:, None] * K + ck[None, :]
-            fits = (columns < V)[:, None] & (ck < K)[None, :]
-            s = tl.load(before + turned, mask=fits, other=0.0)
-            dox = load_rows(do, t, left, OT, b * BV, V, C, BV, EVEN).to(DOT)
-        sx, sscale = fit(s.to(ACC), DOT)
-        gq += tl.dot(dox, sx, input_precision=PREC, out_dtype=ACC) * sscale
-    gq = gq * seen[:, None]
-    f = qx.to(ACC)
-    push += tl.sum(f * gq, 1)
-    gq += tl.dot(tl.trans(dax), kx, input_precision=PREC, out_dtype=ACC) * dascale
-    store_rows(dq, phi_pull(gq, f, MAP), t, size - t, H * K, 0, K, C, BK, EVEN)
+    passed = tl.zeros([C], ACC)
+    for c in tl.range(0, NK, num_stages=1):
+        k0 = c * BK
+        gk = tl.zeros([C, BK], ACC)
+        for b in tl.range(0, NV, num_stages=1):
+            if not ONE:
+                vx = load_rows(v, t, left, VT, b * BV, V, C, BV, EVEN).to(DOT)
+                r = _block_after(after, rows, far, b * BV, k0, K, V, BK, BV, SPLIT, ACC)
+                through += tl.sum(tl.sum(r * _block(before, b * BV, k0, K, V, BK, BV).to(ACC), 1), 0)
+                rx, rscale = fit(r, DOT)
+            gk += tl.dot(vx, rx, input_precision=PREC, out_dtype=ACC) * rscale
+        if WITH_Z:
+            ck = k0 + tl.arange(0, BK)
+            z = tl.load(zbefore + chunk * K + ck, mask=ck < K, other=0.0)
+            rz = tl.load(zafter + chunk * K + ck, mask=ck < K, other=0.0)
+            if SPLIT:
+                rz += tl.load(zrows + ck, mask=ck < K, other=0.0) * tl.exp(far)
+            through += tl.sum(rz * z, 0)
+            gk += rz[None, :]
+        if not ONE:
+            kx = _operand(k, t, left, KT, k0, MAP, K, C, BK, EVEN, False, DOT, ACC)
+            qx = _operand(q, t, left, QT, k0, MAP, K, C, BK, EVEN, False, DOT, ACC)
+        gk = gk * rest[:, None]
+        f = _wide(kx, k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
+        passed += tl.sum(f * gk, 1)
+        gk += tl.dot(dax, qx, input_precision=PREC, out_dtype=ACC) * dascale
+        gk = phi_pull(gk, f, MAP)
+        if not EVEN:
+            gk = tl.where((i < left)[:, None], gk, 0.0)
+        store_rows(dk, gk, t, size - t, H * K, k0, K, C, BK, EVEN)
+
+        gq = tl.zeros([C, BK], ACC)
+        for b in tl.range(0, NV, num_stages=1):
+            if not ONE:
+                dox = load_rows(do, t, left, OT, b * BV, V, C, BV, EVEN).to(DOT)
+                sx, sscale = fit(_block(before, b * BV, k0, K, V, BK, BV).to(ACC), DOT)
+            gq += tl.dot(dox, sx, input_precision=PREC, out_dtype=ACC) * sscale
+        if NORM:
+            gq += p[:, None] * z[None, :]
+        gq = gq * seen[:, None]
+        f = _wide(qx, q, t, left, QT, k0, MAP, K, C, BK, EVEN, ACC)
+        push += tl.sum(f * gq, 1)
+        gq += tl.dot(tl.trans(dax), kx, input_precision=PREC, out_dtype=ACC) * dascale
+        store_rows(dq, phi_pull(gq, f, MAP), t, size - t, H * K, k0, K, C, BK, EVEN)
 
     through = through * tl.exp(tl.sum(gate, 0))
     here = through + tl.cumsum(push, 0, reverse=True) + (tl.cumsum(passed, 0) - passed)

@@ -10,10 +10,11 @@ first sums each segment and `scan` turns the sums into the state before each seg
     backward_kv    dk, dv                                              walks back, carrying R = dL/dS and r = dL/dz
 
 R = Σ φ(q)doᵀ/d and r = Σ φ(q)p/d, with the pull p = -do·o of the denominator, are sums like S and z, and `scan` makes
-those after each segment of them. With gates the backward pass is that of `gated_kernels_triton`. Without the causal mask the same kernels run with the full sum in place of the running
+those after each segment of them. Without the causal mask the same kernels run with the full sum in place of the running
 one. A state that is too large for one program is cut into blocks of columns, and then dk and dv are two launches, since
 dk needs all of V and dv all of K. States are transposed in registers: the operand that φ was applied to is then always
-the second one of a dot, which is read from shared memory, and is not computed twice.
+the second one of a dot, which is read from shared memory, and is not computed twice. Gates, which are causal, have a
+backward pass of their own, in `gated_kernels_triton`.
 Every dot product takes operands of the input's type and adds in float32. Gates enter as exponentials of sums of
 log_gate between two positions of one chunk, so nothing overflows. The strides from token to token are compile-time
 constants: addresses then take few registers, and twice as many programs share a multiprocessor.

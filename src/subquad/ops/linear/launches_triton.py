@@ -18,7 +18,9 @@ Sums = tuple[Tensor, Tensor]  # s and z, or the same rows twice, which hold z af
 
 class Config(NamedTuple):
     chunk: int
-    block: int  # columns of the state that a program has: of V in forward, backward_v and gradients, else of K
+    block: (
+        int  # columns of the state at a time: of V in forward and backward_v, of both in gradients, of K in the others
+    )
     warps: int
     stages: int
     registers: int = 255  # at most, so that more programs share a multiprocessor
@@ -44,6 +46,7 @@ def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int,
     """Launch parameters, from shapes alone: nothing is tuned at run time, so first calls and captures are cheap.
 
     backward_kv is launched as backward_k and backward_v, one after the other, where no program can hold a whole state.
+    The chunks of walk_s, walk_r and gradients are the same.
     """
     k, v = tile_of(width_k), tile_of(width_v)
     tuned = TUNED.get((kernel, causal, k, v, itemsize))
@@ -51,12 +54,16 @@ def config(kernel: str, causal: bool, width_k: int, width_v: int, itemsize: int,
         tuned = TUNED.get((f"{kernel} many", causal, k, v, itemsize), tuned)
     if tuned:
         return tuned
-    across, along = (v, k) if kernel in ("forward", "backward_v", "gradients") else (k, v)
+    if kernel == "gradients":
+        return Config(16, 32, 4, 1) if itemsize > 2 else Config(64, 64, 4 if max(k, v) <= 64 else 8, 1)
+    across, along = (v, k) if kernel in ("forward", "backward_v") else (k, v)
     if itemsize > 2:  # exact products run on scalar units and want small tiles
         block = min(across, max(16, 2048 // along))
         return Config(16, block, 8 if block * along > 1024 else 4, 1)
     block = min(across, 64, max(16, 8192 // along))
     small = block * along <= 4096
+    if kernel in ("walk_s", "walk_r"):
+        return Config(64, block, 4, 3) if small else Config(64, block, 8, 2)
     return Config(64, block, 4, 3 if small else 2, 128 if small and not causal else 255)
 
 
@@ -68,7 +75,7 @@ class Walk(NamedTuple):
     over_keys: bool
     columns: str
     names: str = ""  # what the kernel calls its inputs, if not by their letters
-    by_chunk: bool = False  # a program has one chunk, and takes all columns one block after the other
+    by_chunk: bool = False  # a program has one chunk, and takes the blocks of columns one after the other
 
 
 WALKS = {
@@ -80,7 +87,7 @@ WALKS = {
     "backward_v": Walk(kernels.backward_kv, "QKVO", over_keys=True, columns="V"),
     "walk_s": Walk(gated.walk, "KV", over_keys=True, columns="K", names="XY"),
     "walk_r": Walk(gated.walk, "QO", over_keys=False, columns="K", names="XY"),
-    "gradients": Walk(gated.gradients, "QKVO", over_keys=True, columns="V", by_chunk=True),
+    "gradients": Walk(gated.gradients, "QKVO", over_keys=True, columns="KV", by_chunk=True),
 }
 _DOT = {
     torch.float16: tl.float16,
@@ -130,8 +137,9 @@ class Call:
 
         def plan() -> Plan:
             x, spec, cfg = self.x, self.spec, self.config(name)
-            block_k = cfg.block if columns == "K" else tile_of(self.width_k)
-            block_v = cfg.block if columns == "V" else tile_of(self.width_v)
+            block_k, block_v = tile_of(self.width_k), tile_of(self.width_v)
+            block_k = min(cfg.block, block_k) if "K" in columns else block_k
+            block_v = min(cfg.block, block_v) if "V" in columns else block_v
             tokens = (x.k if over_keys else x.q).shape[1]
             slots, segments, _ = self.cut(tokens)
             if by_chunk:
@@ -143,7 +151,7 @@ class Call:
             gate = self.gate.stride()[:3] if self.gated else (0, 0, 0)
             numbers = {
                 "eps": spec.eps, "T": tokens, "L": self.segment, "NS": segments, "SLOTS": slots,
-                **dict(zip(("gb", "gt", "gh"), gate, strict=True)),
+                "gb": gate[0], "gt": gate[1], "gh": gate[2],
             }  # fmt: skip
             constants = {
                 "K": self.width_k, "V": self.width_v, "H": self.heads, "C": cfg.chunk, "BK": block_k, "BV": block_v,
@@ -155,19 +163,20 @@ class Call:
             }  # fmt: skip
             for letter, called in zip(letters, names or letters, strict=True):
                 strides = self.inputs[letter].stride()
-                low = called.lower()
-                numbers |= {f"{low}b": strides[0], f"{low}h": strides[2]}
+                numbers |= {f"{called.lower()}b": strides[0], f"{called.lower()}h": strides[2]}
                 constants[f"{called}T"] = strides[1]
-            wanted = kernel.arg_names
-            numbers_in_order = tuple(numbers[n] for n in wanted if n in numbers)
-            constants = {n: c for n, c in constants.items() if n in wanted}
-            programs = slots * self.heads * parts
-            return Plan((programs,), numbers_in_order, constants, cfg.warps, cfg.stages, cfg.registers)
+            taken = kernel.arg_names  # a kernel names only what it needs
+            return Plan(
+                (slots * self.heads * parts,),
+                tuple(numbers[name] for name in taken if name in numbers),
+                {name: constants[name] for name in taken if name in constants},
+                cfg.warps, cfg.stages, cfg.registers,
+            )  # fmt: skip
 
         launch_by_key((self.kind, name, *own.values()), kernel, (*tensors, *self.where), plan)
 
     def kept(self) -> Sums:
-        """Scratch for a state for each chunk, s [chunks, H, V, K] and z."""
+        """Scratch for a state of each chunk, s [chunks, H, V, K] and z."""
         q, packed = self.x.q, self.x.cu_seqlens is not None
         chunk = self.config("gradients").chunk
         chunks = q.shape[1] // chunk + self.x.sequences if packed else q.shape[0] * blocks_of(q.shape[1], chunk)
@@ -231,7 +240,7 @@ def backward(
     do: Tensor, ds: Tensor | None, dz: Tensor | None, x: Inputs, spec: Spec, done: Outputs
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, log_gate, s0 and z0."""
-    o, s, z, saved_inv, before = done
+    _, s, z, saved_inv, _ = done
     if ds is None and dz is not None:
         ds = torch.zeros_like(s)
     if dz is None and ds is not None:
@@ -305,11 +314,12 @@ def backward_gated(
         "walk_s", x.k, x.v, call.gate, o, inv, pull, kept_s, kept_z, inv, *(init or none), *none, inv,
         SPLIT=several, INIT=init is not None, BACK=False, WITH_Z=with_z, FINAL=False,
     )  # fmt: skip
-    if several:  # what each segment adds to R, and R after it
+    if several:  # rows: what each segment adds to R, then R after it
         extra = 0 if dinit is None else x.sequences
         rows = s.new_empty((slots + extra, call.heads, call.width_k * (call.width_v + 1)))
         grows, reach = s.new_empty(rows.shape[:2]), s.new_empty(kept_s.shape[:2])
-        begin, ends = None, (rows, rows)
+        begin: Sums | None = None
+        ends: Sums | None = (rows, rows)
     else:
         rows = grows = reach = inv
         begin, ends = dend, dinit
