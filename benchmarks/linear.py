@@ -395,7 +395,7 @@ def compile_ahead(job: tuple[Case, str | None, tuple[Any, ...]]) -> None:
 
     def compile_only(key: Any, kernel: Any, tensors: Any, plan: Any) -> None:
         if only is None or only == name_of(key):
-            grid, numbers, constants, warps, stages, registers = plan()
+            grid, numbers, constants, warps, stages, registers, _ = plan()
             options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
             kernel.warmup(*tensors, *numbers, grid=grid, **constants, **options)
 

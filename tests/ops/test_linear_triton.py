@@ -228,13 +228,21 @@ def test_gradcheck() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_error_at_most_twice_that_of_the_plain_expression(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_at_most_twice_that_of_the_plain_expression(
+    dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fused, "MIN_SEGMENT", 64)  # a chunk of two bytes a number is that long
     torch.manual_seed(0)
     leaves = [torch.randn(1, 70, 1, 16).to(dtype).requires_grad_() for _ in range(3)]
+    if gated:
+        leaves.append((-0.3 * torch.rand(1, 70, 1)).to(dtype).requires_grad_())
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    ours, rough, true = fused_attention(*leaves, **BASE), dense(*leaves, **BASE), dense(*exact, **BASE)
+    ours, rough, true = (
+        fn(*x[:3], **BASE | ({"log_gate": x[3]} if gated else {}))
+        for fn, x in ((fused_attention, leaves), (dense, leaves), (dense, exact))
+    )
     assert [x.dtype for x in ours] == [dtype, torch.float32, torch.float32]
     w = torch.randn_like(ours[0])
     grads = [
