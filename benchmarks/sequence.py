@@ -39,7 +39,7 @@ Figures = dict[str, Any]
 
 MODEL: Mapping[str, Any] = {"vocab": 256, "dim": 512, "depth": 12, "heads": 8, "ff_chunks": 64, "checkpoint": 5}
 TINY: Mapping[str, Any] = {"vocab": 256, "dim": 32, "depth": 3, "heads": 2, "ff_chunks": 2, "checkpoint": 2}
-LENGTH, ROWS, WORLD, ROUNDS = 1 << 20, 64, 2, 6
+LENGTH, ROWS, WORLD = 1 << 20, 64, 2
 BARS: Mapping[str, Any] = {  # must, goal
     "peak memory of one process with all tokens in one sequence, GB": (40, 24),
     "tokens a second, one sequence over many of the same tokens": (0.9, 1.0),
@@ -66,7 +66,7 @@ def compute(model: LanguageModel, tokens: Tensor, dtype: torch.dtype = torch.bfl
     return float(loss.detach())
 
 
-def alone(device: str, sizes: Mapping[str, Any], mechanism: str, length: int) -> Figures:
+def alone(device: str, sizes: Mapping[str, Any], mechanism: str, length: int, rounds: int) -> Figures:
     """The two shapes take turns, and who is first changes, so that a drifting clock affects both; ratios are of one
     round. A call that is not timed goes before each that is: after a change of shape memory may move."""
     model = make(sizes, mechanism, device)
@@ -77,7 +77,7 @@ def alone(device: str, sizes: Mapping[str, Any], mechanism: str, length: int) ->
     for name, batch in batches.items():
         figures[name] = {"shape": list(shapes[name])} | first_call(model, batch, device)
     before = retries(device)
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         for name in reversed(batches) if turn % 2 else batches:
             rates[name].append(rate(model, batches[name], device))
     one, many = rates.values()
@@ -88,7 +88,7 @@ def alone(device: str, sizes: Mapping[str, Any], mechanism: str, length: int) ->
     del model
     model, batch = make({**sizes, "checkpoint": True}, mechanism, device), batches["one sequence"]
     kept = first_call(model, batch, device)
-    found = [rate(model, batch, device) for _ in range(ROUNDS)]
+    found = [rate(model, batch, device) for _ in range(rounds)]
     kept["tokens_per_second"] = {"median": statistics.median(found), "all": found}
     figures["one sequence, the inputs of all blocks kept"] = kept
     return figures
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--sections", default="alone,ranks")
     parser.add_argument("--mechanism", default="linear")
     parser.add_argument("--length", type=int, default=None, help=f"tokens; by default {LENGTH:,}")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--commit", help="commit of the measured code, if git does not know it")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
@@ -204,7 +205,10 @@ def main() -> None:
     device, sizes, length = ("cpu", TINY, 2048) if given.tiny else ("cuda", MODEL, LENGTH)
     length = given.length or length
     job = (device, sizes, given.mechanism, length)
-    sections: dict[str, Callable[[], Figures]] = {"alone": partial(alone, *job), "ranks": partial(over_ranks, *job)}
+    sections: dict[str, Callable[[], Figures]] = {
+        "alone": partial(alone, *job, given.rounds),
+        "ranks": partial(over_ranks, *job),
+    }
     if unknown := set(given.sections.split(",")) - sections.keys():
         parser.error(f"--sections has {', '.join(sorted(unknown))}: accepted are {', '.join(sections)}")
     figures: Figures = {"kind": "sequence", "commit": commit(), "machine": machine(device)}
