@@ -192,6 +192,8 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.clusters_triton.SPLITS": "a GPU's; ops/test_clusters_triton.py",
     "ops.clusters_triton.TOKENS": "ops/test_clusters_triton.py",
     "ops.convolve_triton.CHUNK": "ops/test_convolve.py",
+    "ops.column_sums_triton.COLUMNS": "ops/test_column_sums.py",
+    "ops.column_sums_triton.PROGRAMS": "a GPU's; ops/test_column_sums.py has more rows than programs",
     "ops.convolve_triton.PROGRAMS": "ops/test_convolve.py",
     "ops.cross_entropy_triton.BLOCK": "ops/test_cross_entropy.py",
     "ops.cross_entropy_triton.WHOLE": "ops/test_cross_entropy.py",

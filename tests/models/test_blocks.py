@@ -64,7 +64,7 @@ def test_the_passes_of_a_gpu_give_the_same_model(
 
     for module in (blocks, transformer):
         monkeypatch.setattr(module, "fuses", yes)
-    monkeypatch.setattr(blocks, "keeps_less", yes)
+    monkeypatch.setattr(blocks, "replaces", yes)
     for a, b in zip(run(), want, strict=True):
         torch.testing.assert_close(a, b)
     assert used

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from subquad.ops.column_sums_triton import column_sums
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch
 
 TILE = 2048  # elements of a tile: 16 of each tensor per thread
@@ -123,7 +124,7 @@ def backward(
     }  # fmt: skip
     tensors = of_norm[0] if of_sum is None else of_sum, of_norm[0], of_norm[-1], x, weight, mean, scale, dx, da, parts
     launch(gradients, tensors, Plan((programs,), (rows,), constants, warps, STAGES))
-    dg, dc = parts.sum(0).to(weight.dtype)
+    dg, dc = column_sums(parts.flatten(1), weight.dtype).view(2, width)
     return dx, None if added is None else da, dg, None if rms else dc
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from subquad.ops.column_sums import column_sums
 from subquad.ops.feed_forward import Activation
 from subquad.ops.impl import Impl, choose, traced
-from subquad.ops.precision import autocasts, uncast
+from subquad.ops.precision import uncast
+from subquad.ops.projection import product, product_type, unsupported
 
 
 def perceptron(
@@ -27,38 +29,12 @@ def perceptron(
     impl: Impl = "auto",
 ) -> Tensor:
     """x [..., D], w_in [F, D], w_out [D, F] -> [..., D]"""
-    kind = _kind(x)
-    if traced() or choose(impl, "perceptron", x, _unsupported(x, w_in, kind)) == "torch":
+    kind = product_type(x)
+    if traced() or choose(impl, "perceptron", x, unsupported(x, w_in, kind)) == "torch":
         h = F.linear(x, w_in, b_in)
         return F.linear(F.relu(h) if activation == "relu" else F.gelu(h), w_out, b_out)
     y: Tensor = _Perceptron.apply(x, w_in, b_in, w_out, b_out, activation == "relu", kind)
     return y
-
-
-def keeps_less(x: Tensor, *layers: nn.Module) -> bool:
-    """Whether `perceptron` with the weights of these layers replaces them: it runs as kernels, and nobody watches."""
-    if x.device.type != "cuda" or not torch.is_grad_enabled() or traced():
-        return False
-    for layer in layers:
-        if type(layer) is not nn.Linear or layer.bias is None or layer._forward_hooks or layer._forward_pre_hooks:
-            return False
-        if layer._backward_hooks or layer._backward_pre_hooks:
-            return False
-    weight = layers[0].weight
-    return isinstance(weight, Tensor) and choose("auto", "perceptron", x, _unsupported(x, weight, _kind(x))) == "triton"
-
-
-def _kind(x: Tensor) -> torch.dtype:
-    """The type of the products."""
-    return torch.get_autocast_dtype(x.device.type) if autocasts(x.device) else x.dtype
-
-
-def _unsupported(x: Tensor, weight: Tensor, kind: torch.dtype) -> str | None:
-    if kind not in (torch.bfloat16, torch.float16):
-        return f"it computes 16-bit types, not {kind}"
-    if not autocasts(x.device) and weight.dtype != kind:
-        return f"x is {x.dtype}, the weights are {weight.dtype}"
-    return "no elements" if x.numel() == 0 else None
 
 
 class _Perceptron(torch.autograd.Function):
@@ -89,16 +65,8 @@ class _Perceptron(torch.autograd.Function):
         dy = grad.flatten(0, -2).to(h.dtype)
         of_x, of_w_in, of_b_in, of_w_out, of_b_out = ctx.like
         for_x, for_w_in, _, for_w_out, for_b_out, *_ = ctx.needs_input_grad
-        dh, a, db = perceptron_triton.backward(h, dy @ second, ctx.relu)
+        dh, a, db = perceptron_triton.backward(h, dy @ second, ctx.relu, of_b_in)
         dx = (dh @ first).view(*grad.shape[:-1], -1).to(of_x) if for_x else None
-        dw_in = _product(dh.mT, rows, of_w_in) if for_w_in else None
-        dw_out = _product(dy.mT, a, of_w_out) if for_w_out else None
-        return dx, dw_in, db.to(of_b_in), dw_out, dy.sum(0, dtype=of_b_out) if for_b_out else None, None, None
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == a.dtype:
-        return a @ b
-    if a.device.type == "cuda" and dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
+        dw_in = product(dh.mT, rows, of_w_in) if for_w_in else None
+        dw_out = product(dy.mT, a, of_w_out) if for_w_out else None
+        return dx, dw_in, db, dw_out, column_sums(dy, of_b_out) if for_b_out else None, None, None
