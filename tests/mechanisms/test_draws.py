@@ -219,6 +219,8 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.linear.normalised.NOTHING": "stands for minus infinity",
     "ops.linear.rule_fused.CHUNK": "ops/test_rules_triton.py",
     "ops.linear.rule_launches_triton.WIDTH": "ops/test_rules_triton.py",
+    "ops.lookup.LARGEST": "a GPU's; ops/test_lookup.py computes both ways",
+    "ops.lookup_triton.PROGRAMS": "a GPU's; ops/test_lookup.py has more tokens than programs",
     "ops.ordered.TILE": "ops/test_ordered.py",
     "ops.perceptron_triton.PROGRAMS": "a GPU's; ops/test_perceptron.py has more rows than programs",
     "ops.perceptron_triton.WARPS": "changes no number",

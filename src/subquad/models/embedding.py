@@ -19,6 +19,7 @@ from subquad.models.dropout import Dropout
 from subquad.models.inputs import clean_frames, clean_ids
 from subquad.ops.impl import traced
 from subquad.ops.lengths import keep, readable, shape_of, zero_padding
+from subquad.ops.lookup import lookup
 
 
 class Embedding(nn.Module):
@@ -56,7 +57,7 @@ class Embedding(nn.Module):
             ids = clean_ids(inputs, self.weight, lengths, name, lengths_name)
             # of many tokens the table is the smaller one to scale; a compiler scales as it looks up
             few = traced() or ids.numel() <= self.weight.shape[0]
-            x = F.embedding(ids, self.weight) * self.scale if few else F.embedding(ids, self.weight * self.scale)
+            x = F.embedding(ids, self.weight) * self.scale if few else lookup(ids, self.weight * self.scale)
         else:
             x = self.frames(clean_frames(inputs, self.frames.weight, lengths, name, lengths_name))
             for convolution in self.convolutions:
@@ -153,12 +154,13 @@ class Grid(nn.Module):
                 places = table if places is None else (places + table[:, None]).flatten(0, 1)
             assert places is not None
             return (places[:positions] * self.scale).to(dtype)
+        at: Tensor = positions
         total: Tensor | float = 0.0
         for table in reversed(others):
-            total = total + F.embedding(positions % table.shape[0], table)
-            positions = positions // table.shape[0]
+            total = total + F.embedding(at % table.shape[0], table)
+            at = at // table.shape[0]
         # what remains is the row; the lookup should fail beyond the last row
-        return ((total + F.embedding(positions, rows)) * self.scale).to(dtype)
+        return ((total + F.embedding(at, rows)) * self.scale).to(dtype)
 
     def extra_repr(self) -> str:
         return f"shape={self.shape}"
