@@ -129,14 +129,15 @@ def sums(dtype: torch.dtype, rows: int, width: int) -> Verdict:
     return found
 
 
-def table(dtype: torch.dtype, tokens: int, vocab: int, width: int) -> Verdict:
-    ids = torch.randint(vocab, (tokens,), device=DEVICE)
-    ids[: tokens // 2] = vocab - 1  # many of one
+def table(dtype: torch.dtype, length: int, vocab: int, width: int, placed: bool) -> Verdict:
+    ids = torch.randint(vocab, (3, length), device=DEVICE)
+    ids[0] = vocab - 1  # many of one
 
     def run(t: list[Tensor], impl: Any, exact: bool) -> Tensor:  # noqa: ARG001
-        return lookup(ids, t[0], impl=impl)
+        return lookup(ids, *t, impl=impl)
 
-    return compare(run, [draw(vocab, width, dtype=dtype)], [draw(tokens, width, dtype=dtype)])
+    parts = [draw(vocab, width, dtype=dtype), *([draw(length, width, dtype=dtype)] if placed else [])]
+    return compare(run, parts, [draw(3, length, width, dtype=dtype)])
 
 
 def captured(fields: dict[str, Any], updates: int = 20) -> Verdict:
@@ -256,18 +257,22 @@ def sums_times(dtype: torch.dtype, rows: int, width: int) -> Figures:
     }
 
 
-def table_times(tokens: int, vocab: int, width: int) -> Figures:
-    ids, weights = torch.randint(vocab, (tokens,), device=DEVICE), draw(tokens, width)
-    rows = draw(vocab, width).requires_grad_()
-    figures: Figures = {"least_ms": 4e-9 * tokens * width / 4.2}
-    ways: tuple[tuple[str, Any], ...] = (("backward_ms", "triton"), ("torch_ms", "torch"))
+def table_times(batch: int, vocab: int, width: int) -> Figures:
+    length = ROWS // batch
+    ids, weights = torch.randint(vocab, (batch, length), device=DEVICE), draw(batch, length, width)
+    leaves = draw(vocab, width).requires_grad_(), draw(length, width).requires_grad_()
+    figures: Figures = {"least_ms": weights.numel() / 4.2e9 * 4}
+    ways: tuple[tuple[str, Any], ...] = (("", "triton"), ("torch_", "torch"))
     for name, impl in ways:
-        y = lookup(ids, rows, impl=impl)
+        y = lookup(ids, *leaves, impl=impl)
 
-        def gradient(y: Tensor = y) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(y, rows, weights, retain_graph=True)
+        def gradients(y: Tensor = y) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(y, leaves, weights, retain_graph=True)
 
-        figures[name] = graph_ms(gradient)
+        def forward(impl: Any = impl) -> Tensor:
+            return lookup(ids, *leaves, impl=impl)
+
+        figures |= {f"{name}forward_ms": graph_ms(forward), f"{name}backward_ms": graph_ms(gradients)}
     return figures
 
 
@@ -302,7 +307,10 @@ CHECKS = [
     *(Case("training", cross_entropy, (dtype, *size)) for dtype in (B16, F32) for size in LOGITS),
     *(Case("training", linear_layer, (*size, autocast)) for size in LAYERS for autocast in (True, False)),
     *(Case("training", sums, (dtype, *size)) for dtype in (B16, F16, F32) for size in SUMMED),
-    *(Case("training", table, (dtype, *size)) for dtype in (B16, F16, F32) for size in TABLES),
+    *(
+        Case("training", table, (dtype, *size, placed))
+        for dtype, size, placed in itertools.product((B16, F16, F32), TABLES, (True, False))
+    ),
     *(
         Case("training", feed_forward, (activation, *size, autocast))
         for activation, size, autocast in itertools.product(("gelu", "relu"), PERCEPTRONS, (True, False))
@@ -314,7 +322,7 @@ TIMES = [
     Case("training", gelu_times),
     *(Case("training", linear_layer_times, (ROWS, *size)) for size in ((128, 384), (128, 128), (DIM, 3 * DIM))),
     *(Case("training", sums_times, size) for size in SUMS),
-    *(Case("training", table_times, (ROWS, *size)) for size in ((256, 128), (512, 128), (256, 768))),
+    *(Case("training", table_times, (32, *size)) for size in ((256, 128), (512, 128), (256, 768))),
     Case("training", cross_entropy_times, (4096, 8192)),
     Case("training", cross_entropy_times, (1024, 50304)),
 ]

@@ -17,18 +17,28 @@ def test_values_and_gradients_are_those_of_the_definition(
 ) -> None:
     torch.manual_seed(0)
     ids, table = torch.randint(rows, shape), torch.randn(rows, width).to(dtype).requires_grad_()
-    y = lookup(ids, table, impl="triton")
-    assert torch.equal(y, table[ids])
+    places = torch.randn(shape[-1], width).to(dtype).requires_grad_()
+    assert torch.equal(lookup(ids, table, impl="triton"), table[ids])
+    y = lookup(ids, table, places, impl="triton")
+    assert torch.equal(y, table[ids] + places)
     for grad in (
         torch.randn(*shape, width),
         torch.randn(width, *shape).movedim(0, -1),
         torch.randn(()).expand(y.shape),
     ):
-        (got,) = torch.autograd.grad(y, table, grad.to(dtype), retain_graph=True)
-        exact = torch.zeros(rows, width, dtype=torch.float64)
-        exact.index_add_(0, ids.flatten(), grad.to(dtype).double().flatten(0, -2))
-        assert got.dtype == dtype
-        assert (got - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max() + 1e-6
+        got = torch.autograd.grad(y, (table, places), grad.to(dtype), retain_graph=True)
+        given = grad.to(dtype).double()
+        of_table = torch.zeros(rows, width, dtype=torch.float64).index_add_(0, ids.flatten(), given.flatten(0, -2))
+        for ours, exact in zip(got, (of_table, given.reshape(-1, *places.shape).sum(0)), strict=True):
+            assert ours.dtype == dtype
+            assert (ours - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max() + 1e-6
+
+
+@interpreted
+def test_only_what_is_asked_for_has_a_gradient() -> None:
+    ids, table, places = torch.randint(4, (2, 5)), torch.randn(4, 3), torch.randn(5, 3, requires_grad=True)
+    lookup(ids, table, places, impl="triton").sum().backward()
+    assert torch.equal(places.grad, torch.full((5, 3), 2.0))
 
 
 @interpreted
@@ -37,6 +47,8 @@ def test_what_it_cannot_do_is_refused() -> None:
     for given, rows, message in ((ids, table.double(), "float64"), (ids[:0], table, "no elements")):
         with pytest.raises(ValueError, match=message):
             lookup(given, rows, impl="triton")
+    with pytest.raises(ValueError, match="places are"):
+        lookup(ids, table, torch.ones(2, 3).half(), impl="triton")
     with pytest.raises(ValueError, match=f"at most {LARGEST}"):
         lookup(ids, torch.ones(LARGEST + 1, 1, requires_grad=True), impl="triton")
 
@@ -58,12 +70,16 @@ def test_compiles_for_hopper(dtype: str) -> None:
     from subquad.ops import lookup_triton as kernels
 
     split = dtype == "fp32"
-    constants = {"BM": kernels.TOKENS, "BV": kernels.ROWS, "BD": kernels.COLUMNS, "P": 66, "SPLIT": split}
-    constants["DOT"] = tl.bfloat16 if split else tl.float16
-    names = kernels.sum_by_id.arg_names
-    types = {"ids": "*i64", "g": f"*{dtype}", "parts": "*fp32"}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    constexprs = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
-    source = ASTSource(fn=kernels.sum_by_id, signature=signature, constexprs=constexprs)
-    options = {"num_warps": kernels.WARPS, "num_stages": kernels.STAGES}
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+    sums = {"BM": kernels.TOKENS, "BV": kernels.ROWS, "BD": kernels.COLUMNS, "P": 66, "SPLIT": split}
+    sums["DOT"] = tl.bfloat16 if split else tl.float16
+    types = {"ids": "*i64", "parts": "*fp32"} | dict.fromkeys(("g", "table", "places", "y"), f"*{dtype}")
+    how = {"num_warps": kernels.WARPS, "num_stages": kernels.STAGES}
+    for kernel, constants, options in (
+        (kernels.sum_by_id, sums, how),
+        (kernels.gather, {"BM": 16, "BD": 128, "ADD": True}, {"debug": True}),
+    ):
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+        constexprs = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
