@@ -65,9 +65,9 @@ class Embedding(nn.Module):
             x = self.frames(clean_frames(inputs, self.frames.weight, lengths, name, lengths_name))
             for convolution in self.convolutions:
                 x = convolution(x, lengths)
-        batch, size, _ = x.shape
-        mask = keep(None if lengths is None else lengths.to(x.device), size)
         if self.positions is not None and first is None:
+            batch, size, _ = x.shape
+            mask = keep(None if lengths is None else lengths.to(x.device), size)
             if position is not None and size == 1 and ranks.active() is None:
                 at = position[:, None]  # a step: two operations less
             else:
