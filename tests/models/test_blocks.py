@@ -69,7 +69,7 @@ def test_the_passes_of_a_gpu_give_the_same_model(
 
     for module in (blocks, transformer):
         monkeypatch.setattr(module, "fuses", yes)
-    monkeypatch.setattr(blocks, "keeps_less", yes)
+    monkeypatch.setattr(blocks, "replaces", yes)
     for a, b in zip(run(), want, strict=True):
         torch.testing.assert_close(a, b)
     assert used
@@ -203,7 +203,7 @@ def test_a_checkpoint_keeps_one_tensor_of_each_block(gpu: bool, position: str, m
     if gpu:
         for module in (blocks, transformer):
             monkeypatch.setattr(module, "fuses", lambda *_: True)
-        monkeypatch.setattr(blocks, "keeps_less", lambda *_: True)
+        monkeypatch.setattr(blocks, "replaces", lambda *_: True)
     one, fields = 4096 * 16 * 4, {"norm_position": position}
     few, many, groups = (alive(depth=d, checkpoint=kept, **fields) for d, kept in ((6, True), (10, True), (10, 6)))
     for at in (0, 1):  # after the forward, and at most; weights are small beside one

@@ -21,8 +21,9 @@ from subquad.models.taps import Recent, Taps
 from subquad.ops.feed_forward import Activation, feed_forward, pays
 from subquad.ops.layer_norm import LayerNorm, Norm, add_norm, fuses
 from subquad.ops.lengths import zero_padding
-from subquad.ops.perceptron import keeps_less, perceptron
+from subquad.ops.perceptron import perceptron
 from subquad.ops.precision import autocasts
+from subquad.ops.projection import project, replaces
 from subquad.ops.rotary import Turns
 
 Stream = tuple[Tensor, ...]
@@ -86,17 +87,17 @@ class FeedForward(nn.Module):
             act: Activation = "relu" if self.activation == "relu" else "gelu"
             pieces = self.chunks if x.ndim > 2 else 1
             return perceptron(x, inner.weight, inner.bias, out.weight, out.bias, activation=act, pieces=pieces)
-        h = self.inner(x)
+        h = project(x, self.inner)
         if self.gated:
             gate, value = h.chunk(2, dim=-1)
             h = nn.functional.silu(gate) * value
         else:
             h = nn.functional.relu(h) if self.activation == "relu" else nn.functional.gelu(h)
-        return self.out(self.dropout(h, seed, positions) if self.dropout.p else h)
+        return project(self.dropout(h, seed, positions) if self.dropout.p else h, self.out)
 
     def _keeps_less(self, x: Tensor) -> bool:
         drops = self.dropout.p > 0 and self.training
-        return not self.gated and not drops and keeps_less(x, self.inner, self.out)
+        return not self.gated and not drops and replaces(x, self.inner, self.out)
 
 
 class Residual(nn.Module):

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from subquad.ops.column_sums import column_sums
 from subquad.ops.feed_forward import Activation
 from subquad.ops.impl import Impl, choose, traced
-from subquad.ops.precision import autocasts, uncast
+from subquad.ops.precision import uncast
+from subquad.ops.projection import product, product_type, unsupported
 
 
 def perceptron(
@@ -32,9 +34,9 @@ def perceptron(
     impl: Impl = "auto",
 ) -> Tensor:
     """x [..., D], w_in [F, D], w_out [D, F] -> [..., D]; `pieces` of the rows are computed one after the other."""
-    kind, relu = _kind(x), activation == "relu"
+    kind, relu = product_type(x), activation == "relu"
     given = w_in, b_in, w_out, b_out
-    if traced() or choose(impl, "perceptron", x, _unsupported(x, w_in, kind)) == "torch":
+    if traced() or choose(impl, "perceptron", x, unsupported(x, w_in, kind)) == "torch":
         if pieces == 1:
             return _plain(x, *given, relu)
         parts = x.flatten(0, -2).chunk(pieces)
@@ -51,32 +53,6 @@ def perceptron(
 def _plain(x: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor, relu: bool) -> Tensor:
     h = F.linear(x, w_in, b_in)
     return F.linear(F.relu(h) if relu else F.gelu(h), w_out, b_out)
-
-
-def keeps_less(x: Tensor, *layers: nn.Module) -> bool:
-    """Whether `perceptron` with the weights of these layers replaces them: it runs as kernels, and nobody watches."""
-    if x.device.type != "cuda" or not torch.is_grad_enabled() or traced():
-        return False
-    for layer in layers:
-        if type(layer) is not nn.Linear or layer.bias is None or layer._forward_hooks or layer._forward_pre_hooks:
-            return False
-        if layer._backward_hooks or layer._backward_pre_hooks:
-            return False
-    weight = layers[0].weight
-    return isinstance(weight, Tensor) and choose("auto", "perceptron", x, _unsupported(x, weight, _kind(x))) == "triton"
-
-
-def _kind(x: Tensor) -> torch.dtype:
-    """The type of the products."""
-    return torch.get_autocast_dtype(x.device.type) if autocasts(x.device) else x.dtype
-
-
-def _unsupported(x: Tensor, weight: Tensor, kind: torch.dtype) -> str | None:
-    if kind not in (torch.bfloat16, torch.float16):
-        return f"it computes 16-bit types, not {kind}"
-    if not autocasts(x.device) and weight.dtype != kind:
-        return f"x is {x.dtype}, the weights are {weight.dtype}"
-    return "no elements" if x.numel() == 0 else None
 
 
 class _Perceptron(torch.autograd.Function):
@@ -101,11 +77,11 @@ class _Perceptron(torch.autograd.Function):
         dy = grad.flatten(0, -2).to(h.dtype)
         of_x, of_w_in, of_b_in, of_w_out, of_b_out = ctx.like
         for_x, for_w_in, _, for_w_out, for_b_out, *_ = ctx.needs_input_grad
-        dh, a, db = perceptron_triton.backward(h, dy @ second, ctx.relu)
+        dh, a, db = perceptron_triton.backward(h, dy @ second, ctx.relu, of_b_in)
         dx = (dh @ first).view(*grad.shape[:-1], -1).to(of_x) if for_x else None
-        dw_in = _product(dh.mT, rows, of_w_in) if for_w_in else None
-        dw_out = _product(dy.mT, a, of_w_out) if for_w_out else None
-        return dx, dw_in, db.to(of_b_in), dw_out, dy.sum(0, dtype=of_b_out) if for_b_out else None, None, None
+        dw_in = product(dh.mT, rows, of_w_in) if for_w_in else None
+        dw_out = product(dy.mT, a, of_w_out) if for_w_out else None
+        return dx, dw_in, db, dw_out, column_sums(dy, of_b_out) if for_b_out else None, None, None
 
 
 class _Gradients(torch.autograd.Function):
@@ -138,20 +114,20 @@ class _Gradients(torch.autograd.Function):
         dw_in, db_in, dw_out = (t.new_zeros(t.shape, dtype=exact) for t in (first, bias, second))
         for part, grad, to in _parts(ctx.pieces, rows, dy, dx):
             h = _inner(part, first, bias, ctx.relu)
-            dh, a, db = perceptron_triton.backward(h, grad @ second, ctx.relu)
+            dh, a, db = perceptron_triton.backward(h, grad @ second, ctx.relu, exact)
             db_in += db
             if for_x:
                 torch.mm(dh, first, out=to)
             if for_w_in:
-                dw_in += _product(dh.mT, part, exact)
+                dw_in += product(dh.mT, part, exact)
             if for_w_out:
-                dw_out += _product(grad.mT, a, exact)
+                dw_out += product(grad.mT, a, exact)
         found = (
             (for_x, dx.view(ctx.shape), of_x), (for_w_in, dw_in, of_w_in), (for_b_in, db_in, of_b_in),
             (for_w_out, dw_out, of_w_out),
         )  # fmt: skip
         grads = [grad.to(kind) if wanted else None for wanted, grad, kind in found]
-        return *grads, dy.sum(0, dtype=of_b_out) if for_b_out else None, None, None, None
+        return *grads, column_sums(dy, of_b_out) if for_b_out else None, None, None, None
 
 
 class _Products(torch.autograd.Function):
@@ -186,11 +162,3 @@ def _activated(h: Tensor, relu: bool) -> Tensor:
     from subquad.ops import perceptron_triton
 
     return h if relu else perceptron_triton.gelu(h)
-
-
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == a.dtype:
-        return a @ b
-    if a.device.type == "cuda" and dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
