@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -375,6 +376,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     tell_commit(given.commit)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection is an open file
     sizes = dict(SIZES["tiny" if given.tiny else given.device])
     sizes |= {
         name: getattr(given, name) for name in ("minutes", "rounds", "seconds") if getattr(given, name) is not None
