@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -103,7 +104,8 @@ async def main() -> None:
 
 def tell(load: Load) -> None:
     counts = asdict(load) | {"first": [], "errors": load.errors[:3], "failed": len(load.errors)}
-    print(json.dumps(counts), flush=True)
+    with suppress(BrokenPipeError):  # nobody asks any more
+        print(json.dumps(counts), flush=True)
 
 
 if __name__ == "__main__":
