@@ -5,7 +5,8 @@
     python benchmarks/sequence.py --tiny --out DIR   tiny sizes on the CPU, as a trial
 
 alone   memory and tokens a second of a forward and backward: one sequence of all tokens, and as many tokens in 64
-        sequences. Blocks are computed again in backward, the feed-forward goes in chunks
+        sequences. Blocks are computed again in backward, the feed-forward goes in chunks. At first the inputs of the
+        fewest blocks are kept (checkpoint=5), then, of one sequence, those of all (checkpoint=True)
 ranks   the same sequence over two processes, which exchange over gloo, because NCCL refuses two processes on one GPU:
         losses and gradients in bf16 beside those of one process, both against float32, and the bytes that were sent
 
@@ -36,9 +37,9 @@ from subquad.studies.results import save
 
 Figures = dict[str, Any]
 
-MODEL: Mapping[str, Any] = {"vocab": 256, "dim": 512, "depth": 12, "heads": 8, "ff_chunks": 64, "checkpoint": True}
-TINY: Mapping[str, Any] = {"vocab": 256, "dim": 32, "depth": 2, "heads": 2, "ff_chunks": 2, "checkpoint": True}
-LENGTH, ROWS, WORLD, ROUNDS = 1 << 20, 64, 2, 5
+MODEL: Mapping[str, Any] = {"vocab": 256, "dim": 512, "depth": 12, "heads": 8, "ff_chunks": 64, "checkpoint": 5}
+TINY: Mapping[str, Any] = {"vocab": 256, "dim": 32, "depth": 3, "heads": 2, "ff_chunks": 2, "checkpoint": 2}
+LENGTH, ROWS, WORLD = 1 << 20, 64, 2
 BARS: Mapping[str, Any] = {  # must, goal
     "peak memory of one process with all tokens in one sequence, GB": (40, 24),
     "tokens a second, one sequence over many of the same tokens": (0.9, 1.0),
@@ -65,28 +66,53 @@ def compute(model: LanguageModel, tokens: Tensor, dtype: torch.dtype = torch.bfl
     return float(loss.detach())
 
 
-def alone(device: str, sizes: Mapping[str, Any], mechanism: str, length: int) -> Figures:
-    """The two shapes take turns, so that a drifting clock affects both; ratios are of one round."""
+def alone(device: str, sizes: Mapping[str, Any], mechanism: str, length: int, rounds: int) -> Figures:
+    """The two shapes take turns, and who is first changes, so that a drifting clock affects both; ratios are of one
+    round. A call that is not timed goes before each that is: after a change of shape memory may move."""
     model = make(sizes, mechanism, device)
     shapes = {"one sequence": (1, length), f"{ROWS} sequences": (ROWS, length // ROWS)}
     batches = {name: tokens_of(*shape, device) for name, shape in shapes.items()}
     figures: Figures = {"tokens": length}
     rates: dict[str, list[float]] = {name: [] for name in shapes}
     for name, batch in batches.items():
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        loss = compute(model, batch)  # compiles and chooses kernels too
-        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-        figures[name] = {"shape": list(shapes[name]), "loss": loss, "peak_bytes": peak}
-    for _ in range(ROUNDS):
-        for name, batch in batches.items():
-            rates[name].append(1000 * length / once(partial(compute, model, batch), device))
+        figures[name] = {"shape": list(shapes[name])} | first_call(model, batch, device)
+    before = retries(device)
+    for turn in range(rounds):
+        for name in reversed(batches) if turn % 2 else batches:
+            rates[name].append(rate(model, batches[name], device))
     one, many = rates.values()
     for name, found in rates.items():
         figures[name]["tokens_per_second"] = {"median": statistics.median(found), "all": found}
     figures["one sequence over many"] = statistics.median(a / b for a, b in zip(one, many, strict=True))
+    figures["times that memory ran out and was given back"] = retries(device) - before
+    del model
+    model, batch = make({**sizes, "checkpoint": True}, mechanism, device), batches["one sequence"]
+    kept = first_call(model, batch, device)
+    found = [rate(model, batch, device) for _ in range(rounds)]
+    kept["tokens_per_second"] = {"median": statistics.median(found), "all": found}
+    figures["one sequence, the inputs of all blocks kept"] = kept
     return figures
+
+
+def first_call(model: LanguageModel, batch: Tensor, device: str) -> Figures:
+    """Loss and memory of a call, which compiles and chooses kernels too."""
+    tidy()
+    loss = compute(model, batch)
+    if device != "cuda":
+        return {"loss": loss, "peak_bytes": None}
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"loss": loss, "peak_bytes": peak, "reserved_bytes": reserved}
+
+
+def rate(model: LanguageModel, batch: Tensor, device: str) -> float:
+    """Tokens a second of a call, after one that is not timed."""
+    compute(model, batch)
+    return 1000 * batch.numel() / once(partial(compute, model, batch), device)
+
+
+def retries(device: str) -> int:
+    """How often the allocator had to give memory back to find some, which stops the GPU."""
+    return int(torch.cuda.memory_stats()["num_alloc_retries"]) if device == "cuda" else 0
 
 
 def share(rank: int, folder: str, device: str, sizes: Mapping[str, Any], mechanism: str, length: int) -> None:
@@ -171,6 +197,7 @@ def main() -> None:
     parser.add_argument("--sections", default="alone,ranks")
     parser.add_argument("--mechanism", default="linear")
     parser.add_argument("--length", type=int, default=None, help=f"tokens; by default {LENGTH:,}")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--commit", help="commit of the measured code, if git does not know it")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
@@ -178,7 +205,10 @@ def main() -> None:
     device, sizes, length = ("cpu", TINY, 2048) if given.tiny else ("cuda", MODEL, LENGTH)
     length = given.length or length
     job = (device, sizes, given.mechanism, length)
-    sections: dict[str, Callable[[], Figures]] = {"alone": partial(alone, *job), "ranks": partial(over_ranks, *job)}
+    sections: dict[str, Callable[[], Figures]] = {
+        "alone": partial(alone, *job, given.rounds),
+        "ranks": partial(over_ranks, *job),
+    }
     if unknown := set(given.sections.split(",")) - sections.keys():
         parser.error(f"--sections has {', '.join(sorted(unknown))}: accepted are {', '.join(sections)}")
     figures: Figures = {"kind": "sequence", "commit": commit(), "machine": machine(device)}

@@ -33,8 +33,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from subquad.machine import commit, tell_commit
-from subquad.ops import Block, Dilated, Global, Local, Pattern, Random, Strided, Summary, sparse_attention
-from subquad.ops.sparse import api, triton_path
+from subquad.ops import Block, Dilated, Global, Local, Pattern, Random, Strided, Summary, launch, sparse_attention
+from subquad.ops.launch import Plan
+from subquad.ops.sparse import api, kernels, triton_path
 from subquad.ops.sparse.spec import Inputs, Spec
 from subquad.ops.sparse.triton_path import CONFIGS, Config
 
@@ -153,7 +154,10 @@ def compile_ahead(job: tuple[str, Patterns, bool, Shape, tuple[str, Config] | No
         if tiles is None or kind == tiles[0]:
             f(*args)
 
-    ahead = {name: Ahead(getattr(triton_path, name)) for name in ("_forward", "_dq", "_dkv", "_far")}
+    def start(_: Any, kernel: Any, given: tuple[Tensor, ...], plan: Callable[[], Plan]) -> None:
+        launch.start_plainly(Ahead(kernel), given, plan())
+
+    ahead = {"launch_by_key": start, "_far": Ahead(kernels._far)}
     configs = CONFIGS | ({} if tiles is None else {(tiles[0], 128): tiles[1]})
     with replaced(triton_path, **ahead, CONFIGS=configs), each_pass(visit):
         call_on_cpu(pattern, causal, shape)

@@ -370,6 +370,7 @@ CHECKS = [
         for given in ((256, "layer", False, "relu"), (256, "layer", True, "gelu"), (64, "rms", True, "gelu"))
     ),
     *(Case("decoding", tokens, (name, *how)) for name in MODELS for how in ((F32, 1), (B16, 3), (B16, 40))),
+    *(Case("decoding", tokens, (name, kind, 100)) for name in ("linear", "softmax", "taps") for kind in (F32, B16)),
     Case("decoding", together),
     *(Case("decoding", run, (name,)) for run in (changes, threads) for name in ("linear", "softmax")),
 ]

@@ -1,4 +1,4 @@
-"""Kernels of training (rotary, norms with residual, perceptron, cross-entropy), and captured and compiled updates.
+"""Kernels of training (rotary, norms, linear layers, small tables, cross-entropy), and captured and compiled updates.
 
 `whole_models.py` compares a whole model with a plain one, and times both.
 """
@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad import LanguageModel
+from subquad.ops.column_sums import column_sums
 from subquad.ops.cross_entropy import summed_cross_entropy
 from subquad.ops.layer_norm import add_norm
+from subquad.ops.lookup import lookup
 from subquad.ops.perceptron import perceptron
+from subquad.ops.projection import projection
 from subquad.ops.rotary import turned_qkv, turns
 from subquad.tasks.copy import Copy
 from subquad.tasks.text import Text
@@ -98,6 +101,43 @@ def feed_forward(activation: Any, rows: int, dim: int, hidden: int, autocast: bo
             return perceptron(t[0], t[1], t[2], t[3], t[4], activation=activation, impl=impl)
 
     return compare(run, parts, [draw(rows, dim, dtype=B16)])
+
+
+def linear_layer(rows: int, dim: int, outputs: int, autocast: bool) -> Verdict:
+    parts = [draw(rows, dim), draw(outputs, dim) / dim**0.5, draw(outputs)]
+    parts = parts if autocast else [t.bfloat16() for t in parts]
+
+    def run(t: list[Tensor], impl: Any, exact: bool) -> Tensor:
+        with torch.autocast(DEVICE, B16, enabled=autocast and not exact):
+            return projection(t[0], t[1], t[2], impl=impl)
+
+    found = compare(run, parts, [draw(rows, outputs, dtype=B16)])
+    ours, plain = (run(parts, impl, False) for impl in ("triton", "torch"))
+    found.expect("the same result in each bit", torch.equal(ours, plain))
+    return found
+
+
+def sums(dtype: torch.dtype, rows: int, width: int) -> Verdict:
+    """Of whole rows, of parts of rows, and of rows that lie across."""
+    found, whole = Verdict(), draw(rows, width + 8, dtype=dtype) + 1
+    for x in (whole[:, :width].contiguous(), whole[:, 8:], whole[:, 3 : width + 3], whole.mT.contiguous().mT):
+        poison()
+        ours = column_sums(x, torch.float32, impl="triton")
+        found.compare("sums", ours, x.sum(0, dtype=torch.float32), x.double().sum(0), slack=1e-6)
+        found.expect("the same twice", torch.equal(ours, column_sums(x, torch.float32, impl="triton")))
+        found.within("rounded sums", column_sums(x, B16, impl="triton"), x.double().sum(0), 4e-3)
+    return found
+
+
+def table(dtype: torch.dtype, length: int, vocab: int, width: int, placed: bool) -> Verdict:
+    ids = torch.randint(vocab, (3, length), device=DEVICE)
+    ids[0] = vocab - 1  # many of one
+
+    def run(t: list[Tensor], impl: Any, exact: bool) -> Tensor:  # noqa: ARG001
+        return lookup(ids, *t, impl=impl)
+
+    parts = [draw(vocab, width, dtype=dtype), *([draw(length, width, dtype=dtype)] if placed else [])]
+    return compare(run, parts, [draw(3, length, width, dtype=dtype)])
 
 
 def captured(fields: dict[str, Any], updates: int = 20) -> Verdict:
@@ -190,6 +230,52 @@ def gelu_times() -> Figures:
     }
 
 
+def linear_layer_times(rows: int, dim: int, outputs: int) -> Figures:
+    """The gradients of a linear layer under autocast, by the op and by torch."""
+    x, weights = draw(rows, dim, dtype=B16).requires_grad_(), draw(rows, outputs, dtype=B16)
+    w, b = (draw(outputs, dim) / dim**0.5).requires_grad_(), draw(outputs).requires_grad_()
+    figures: Figures = {}
+    ways: tuple[tuple[str, Any], ...] = (("backward_ms", "triton"), ("torch_ms", "torch"))
+    for name, impl in ways:
+        with torch.autocast(DEVICE, B16):
+            y = projection(x, w, b, impl=impl)
+
+        def gradients(y: Tensor = y) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(y, (x, w, b), weights, retain_graph=True)
+
+        figures[name] = graph_ms(gradients)
+    return figures
+
+
+@torch.no_grad()
+def sums_times(dtype: torch.dtype, rows: int, width: int) -> Figures:
+    x = draw(rows, width, dtype=dtype)
+    return {
+        "ms": graph_ms(lambda: column_sums(x, torch.float32)),
+        "torch_ms": graph_ms(lambda: x.sum(0, dtype=torch.float32)),
+        "least_ms": x.numel() * x.element_size() / 4.2e9,
+    }
+
+
+def table_times(batch: int, vocab: int, width: int) -> Figures:
+    length = ROWS // batch
+    ids, weights = torch.randint(vocab, (batch, length), device=DEVICE), draw(batch, length, width)
+    leaves = draw(vocab, width).requires_grad_(), draw(length, width).requires_grad_()
+    figures: Figures = {"least_ms": weights.numel() / 4.2e9 * 4}
+    ways: tuple[tuple[str, Any], ...] = (("", "triton"), ("torch_", "torch"))
+    for name, impl in ways:
+        y = lookup(ids, *leaves, impl=impl)
+
+        def gradients(y: Tensor = y) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(y, leaves, weights, retain_graph=True)
+
+        def forward(impl: Any = impl) -> Tensor:
+            return lookup(ids, *leaves, impl=impl)
+
+        figures |= {f"{name}forward_ms": graph_ms(forward), f"{name}backward_ms": graph_ms(gradients)}
+    return figures
+
+
 @torch.no_grad()
 def cross_entropy_times(rows: int, vocab: int) -> Figures:
     from subquad.ops import cross_entropy_triton
@@ -203,6 +289,10 @@ TURNED = ((3, 129, 5, 32, 32), (2, 1000, 12, 64, 64), (1, 77, 3, 6, 10), (2, 64,
 NORMED = ((1000, 128), (333, 768), (50, 4096), (7, 100))
 WAYS = ((False, True, B16), (False, True, None), (True, True, B16), (False, False, B16), (True, True, None))
 LOGITS = ((500, 64, 8192), (300, 32, 50257), (100, 16, 10), (64, 16, 16384))
+LAYERS = ((1000, 128, 384), (333, 768, 768), (77, 40, 100), (1, 64, 64), (40000, 128, 128))
+SUMMED = ((1, 1), (1, 4096), (77, 33), (528, 256), (5000, 128), (32768, 384), (100000, 7), (3000, 4000))
+TABLES = ((1, 1, 1), (1000, 256, 128), (5000, 257, 100), (32768, 16, 512), (3000, 512, 33))
+SUMS = ((B16, 32768, 128), (B16, 32768, 384), (B16, 32768, 2304), (F32, 528, 256), (F32, 396, 512), (F32, 66, 32768))
 PERCEPTRONS = ((1000, 128, 512), (333, 768, 3072), (77, 40, 100))
 CAPTURED: tuple[dict[str, Any], ...] = (
     {"norm_position": "post", "activation": "relu", "dropout": 0.0},
@@ -215,6 +305,12 @@ CHECKS = [
     *(Case("training", rotary, given) for given in itertools.product((B16, F16, F32), TURNED, (False, True))),
     *(Case("training", norm, (kind, *size, *way)) for kind in ("layer", "rms") for size in NORMED for way in WAYS),
     *(Case("training", cross_entropy, (dtype, *size)) for dtype in (B16, F32) for size in LOGITS),
+    *(Case("training", linear_layer, (*size, autocast)) for size in LAYERS for autocast in (True, False)),
+    *(Case("training", sums, (dtype, *size)) for dtype in (B16, F16, F32) for size in SUMMED),
+    *(
+        Case("training", table, (dtype, *size, placed))
+        for dtype, size, placed in itertools.product((B16, F16, F32), TABLES, (True, False))
+    ),
     *(
         Case("training", feed_forward, (activation, *size, autocast))
         for activation, size, autocast in itertools.product(("gelu", "relu"), PERCEPTRONS, (True, False))
@@ -224,6 +320,9 @@ TIMES = [
     Case("training", rotary_times),
     Case("training", norm_times),
     Case("training", gelu_times),
+    *(Case("training", linear_layer_times, (ROWS, *size)) for size in ((128, 384), (128, 128), (DIM, 3 * DIM))),
+    *(Case("training", sums_times, size) for size in SUMS),
+    *(Case("training", table_times, (32, *size)) for size in ((256, 128), (512, 128), (256, 768))),
     Case("training", cross_entropy_times, (4096, 8192)),
     Case("training", cross_entropy_times, (1024, 50304)),
 ]

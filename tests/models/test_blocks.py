@@ -1,3 +1,4 @@
+import weakref
 from typing import Any
 
 import pytest
@@ -5,9 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from subquad.mechanisms import MECHANISMS
-from subquad.models import Transformer, TransformerConfig, blocks, transformer
+from subquad.models import LanguageModel, Transformer, TransformerConfig, blocks, transformer
 from subquad.models.blocks import FeedForward, mean_pool, shorten
 
 
@@ -26,10 +29,12 @@ def gradients(model: torch.nn.Module, y: Tensor) -> dict[str, Tensor]:
         {"norm_position": "post", "final_norm": False},
         {"norm_position": "post", "autocast": True},
         {"norm": "rms", "checkpoint": True, "activation": "relu"},
+        {"checkpoint": 2, "depth": 3, "ff_chunks": 2},
         {"final_norm": False, "activation": "swiglu"},
         {"taps": (1, 2), "rotary": True, "ff_chunks": 2},
         {"cross": "softmax"},
         {"pool": (1, 2), "causal": False},
+        {"pool": (1, 2, 1), "causal": False, "rotary": True, "depth": 5, "checkpoint": 3},
         {"reversible": True},
     ],
 )
@@ -64,7 +69,7 @@ def test_the_passes_of_a_gpu_give_the_same_model(
 
     for module in (blocks, transformer):
         monkeypatch.setattr(module, "fuses", yes)
-    monkeypatch.setattr(blocks, "keeps_less", yes)
+    monkeypatch.setattr(blocks, "replaces", yes)
     for a, b in zip(run(), want, strict=True):
         torch.testing.assert_close(a, b)
     assert used
@@ -136,10 +141,11 @@ def test_chunks_and_checkpoints_keep_less() -> None:
 
 @pytest.mark.parametrize("mechanism", ["softmax", "linear, local", "routing"])
 @pytest.mark.parametrize("cross", [None, "additive"])
-def test_checkpointed_is_plain(mechanism: str, cross: str | None) -> None:
-    fields = {"dim": 8, "heads": 2, "depth": 2, "mechanism": mechanism, "causal": True, "cross": cross}
+@pytest.mark.parametrize("checkpoint", [True, 2])
+def test_checkpointed_is_plain(mechanism: str, cross: str | None, checkpoint: bool | int) -> None:
+    fields = {"dim": 8, "heads": 2, "depth": 3, "mechanism": mechanism, "causal": True, "cross": cross}
     fields |= {"dropout": 0.2, "ff_dropout": 0.1, "attention_dropout": 0.1}
-    plain, saver = Transformer(**fields).double(), Transformer(**fields, checkpoint=True).double()
+    plain, saver = Transformer(**fields).double(), Transformer(**fields, checkpoint=checkpoint).double()
     saver.load_state_dict(plain.state_dict())
     x, lengths = torch.randn(2, 7, 8, dtype=torch.float64), torch.tensor([7, 4])
     memory = None if cross is None else torch.randn(2, 5, 8, dtype=torch.float64)
@@ -149,6 +155,60 @@ def test_checkpointed_is_plain(mechanism: str, cross: str | None) -> None:
         y = model(x, lengths, memory)
         results.append((y, gradients(model, y)))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of the storages that live, of those made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.most = 0
+        self.known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                self.add(tensor.untyped_storage())
+        self.most = max(self.most, self.bytes)
+        return made
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def free(_: Any) -> None:
+            del self.known[key]
+            self.bytes -= size
+
+        self.known[key] = weakref.ref(storage, free)
+        self.bytes += size
+
+
+def alive(**fields: Any) -> tuple[int, int]:
+    """(bytes that live after a forward, the most during it and the backward) of a language model in bfloat16."""
+    model = LanguageModel(vocab=16, dim=16, heads=2, mechanism="linear", ff_chunks=8, **fields)
+    tokens = torch.randint(16, (1, 4097))
+    with Alive() as count:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.loss(tokens)
+        after = count.bytes
+        loss.backward()
+    return after, count.most
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_a_checkpoint_keeps_one_tensor_of_each_block(gpu: bool, position: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a block passes on two, which add up to its output; they are not both kept."""
+    if gpu:
+        for module in (blocks, transformer):
+            monkeypatch.setattr(module, "fuses", lambda *_: True)
+        monkeypatch.setattr(blocks, "replaces", lambda *_: True)
+    one, fields = 4096 * 16 * 4, {"norm_position": position}
+    few, many, groups = (alive(depth=d, checkpoint=kept, **fields) for d, kept in ((6, True), (10, True), (10, 6)))
+    for at in (0, 1):  # after the forward, and at most; weights are small beside one
+        assert many[at] - few[at] == pytest.approx(4 * one, abs=one / 4)
+        assert many[at] - groups[at] == pytest.approx(4 * one, abs=one / 4)
 
 
 @settings(deadline=None, max_examples=30, derandomize=True)

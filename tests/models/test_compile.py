@@ -68,9 +68,9 @@ def test_blocks_share_a_graph(mechanism: Any) -> None:
     assert graphs.frame_count == MOST
 
 
-@pytest.mark.parametrize("fields", [{}, {"checkpoint": True}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"checkpoint": True}, {"depth": 3, "checkpoint": 2}], ids=str)
 def test_a_training_step_serves_all_lengths(fields: dict[str, Any]) -> None:
-    model, graphs = make("linear", 2, **fields), CompileCounterWithBackend("aot_eager")
+    model, graphs = make("linear", **{"depth": 2, **fields}), CompileCounterWithBackend("aot_eager")
     step = Wired(Text(), model)
     step.compile(backend=graphs, fullgraph=True)
 

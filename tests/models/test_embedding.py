@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from subquad.models import EmbeddingConfig
-from subquad.models.embedding import Convolution, Embedding, sinusoid
+from subquad.models.embedding import Convolution, Embedding, Grid, sinusoid
 
 
 def embed(positions: str, dim: int = 12, max_length: int | None = 10, **fields: Any) -> Embedding:
@@ -32,6 +32,18 @@ def test_a_row_that_starts_later_gets_later_positions(kind: str, fields: dict[st
     later = embedding(torch.stack((tokens[0, 2:6], tokens[1, 5:9])), position=start)
     torch.testing.assert_close(later[0], whole[0, 2:6])
     torch.testing.assert_close(later[1], whole[1, 5:9])
+
+
+@pytest.mark.parametrize("shape", [(10,), (2, 5), (2, 3, 2)])
+def test_the_first_positions_are_those_that_are_looked_up(shape: tuple[int, ...]) -> None:
+    grid = Grid(shape, 8)
+    tables = list(grid.parameters())
+    for size in (1, 4, grid.limit or 0):
+        first, found = grid(size, torch.float32), grid(torch.arange(size), torch.float32)
+        assert torch.equal(first, found)
+        weights = torch.randn(size, 8)
+        got, want = (torch.autograd.grad(places, tables, weights) for places in (first, found))
+        torch.testing.assert_close(got, want)
 
 
 def test_concatenation_leaves_tokens_and_positions_apart() -> None:

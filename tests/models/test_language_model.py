@@ -140,6 +140,24 @@ def test_autocast_loss_is_float32() -> None:
     loss.backward()
 
 
+@pytest.mark.parametrize("checkpoint", [True, 2])
+def test_checkpointed_is_plain(checkpoint: bool | int) -> None:
+    """The embedding is computed again too, with the same dropout."""
+    fields: dict[str, Any] = {"vocab": 11, "dim": 8, "depth": 3, "heads": 2, "dropout": 0.2, "embedding_dropout": 0.3}
+    plain, saver = (LanguageModel(**fields, checkpoint=kept).double() for kept in (False, checkpoint))
+    saver.load_state_dict(plain.state_dict())
+    tokens, lengths = torch.randint(11, (2, 7)), torch.tensor([7, 4])
+    results = []
+    for model in (plain, saver):
+        torch.manual_seed(3)
+        loss = model.loss(tokens, lengths)
+        results.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    for wrong in ([1, 2], torch.zeros(3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="tokens"):
+            saver(wrong)
+
+
 def test_compiles_as_one_graph() -> None:
     model = make(checkpoint=False, dropout=0.0)
     tokens, lengths = torch.randint(11, (2, 6)), torch.tensor([6, 3])

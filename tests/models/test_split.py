@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "learned": {"positions": "learned", "max_length": TOTAL},
     "stack": {"mechanism": STACK, "depth": 6},
     "stack_checkpoint": {"mechanism": STACK, "depth": 6, "checkpoint": True},
+    "stack_groups": {**DROPS, "mechanism": STACK, "depth": 6, "checkpoint": 3},
     "taps": {"taps": (1, 2, 7)},
     "dropout": {**DROPS, "mechanism": ("linear", "local")},
     "dropout_checkpoint": {**DROPS, "checkpoint": True},

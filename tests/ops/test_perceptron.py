@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from subquad.ops.feed_forward import Activation
 from subquad.ops.perceptron import perceptron
@@ -21,9 +22,9 @@ def results(parts: list[Tensor], grad: Tensor, **how: Any) -> list[Tensor]:
 
 @interpreted
 @pytest.mark.parametrize("autocast", [True, False])
-@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize(("activation", "pieces"), [("relu", 1), ("gelu", 1), ("relu", 2), ("gelu", 5)])
 def test_it_has_no_more_error_than_torch(
-    activation: Activation, autocast: bool, monkeypatch: pytest.MonkeyPatch
+    activation: Activation, pieces: int, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from subquad.ops import perceptron_triton as kernels
 
@@ -36,10 +37,46 @@ def test_it_has_no_more_error_than_torch(
     grad = torch.randn(2, 21, 12).half()  # the interpreter truncates to bfloat16
     exact = results([part.double() for part in parts], grad.double(), activation=activation, impl="torch")
     with torch.autocast("cpu", torch.float16, enabled=autocast):
-        ours, theirs = (results(parts, grad, activation=activation, impl=impl) for impl in ("triton", "torch"))
+        ours = results(parts, grad, activation=activation, pieces=pieces, impl="triton")
+        theirs = results(parts, grad, activation=activation, impl="torch")
     for a, b, want in zip(ours, theirs, exact, strict=True):
         assert a.dtype == b.dtype
         assert (a - want).norm() <= 1.2 * (b - want).norm() + 1e-6
+
+
+@interpreted
+def test_pieces_keep_only_what_goes_in_and_a_checkpoint_does_not_compute_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from subquad.ops import perceptron_triton as kernels
+
+    x, *weights = (torch.randn(shape).half().requires_grad_() for shape in ((6, 4), (16, 4), (16,), (4, 16), (4,)))
+    calls: list[int] = []
+    kept: list[int] = []
+    gelu = kernels.gelu
+
+    def counted(h: Tensor) -> Tensor:
+        calls.append(len(h))
+        return gelu(h)
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t.numel())
+        return t
+
+    monkeypatch.setattr(kernels, "gelu", counted)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        perceptron(x, *weights, pieces=3, impl="triton")
+    assert sorted(kept) == sorted([x.numel(), *(w.numel() for w in weights[:3])])
+    assert calls == [2, 2, 2]
+    y = checkpoint(lambda x: perceptron(x, *weights, pieces=3, impl="triton"), x, use_reentrant=False)
+    y.sum().backward()
+    assert calls == [2, 2, 2] * 2
+
+
+def test_pieces_of_the_torch_path_are_the_whole() -> None:
+    parts = [torch.randn(shape, dtype=torch.float64) for shape in ((2, 5, 4), (8, 4), (8,), (4, 8), (4,))]
+    grad = torch.randn(2, 5, 4, dtype=torch.float64)
+    torch.testing.assert_close(results(parts, grad, pieces=3), results(parts, grad))
 
 
 @interpreted

@@ -10,6 +10,7 @@ import torch
 from subquad import LanguageModel, Sampling
 from subquad.models.state import State
 from subquad.models.streams import Streams
+from subquad.serve import engine as serve_engine
 from subquad.serve.engine import Engine
 from subquad.serve.request import Drawn, Full, Request, Update
 
@@ -174,6 +175,30 @@ def test_pieces_of_several_prompts_in_one_call_give_the_same_text() -> None:
             torch.testing.assert_close(*(torch.tensor([one.logprob for one in row]) for row in (a, b)))
         alone = Engine(model, slots=6, capacity=40, piece=4, abreast=4)
         assert [answers(alone, [request])[0] for request in requests] == together
+
+
+def test_beside_many_streams_prompts_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_engine, "MANY", 2)
+    monkeypatch.setattr(serve_engine, "GATHER", 1000.0)
+    engine = Engine(make(), slots=8, capacity=80, abreast=3)
+
+    def submit(count: int) -> None:
+        for seed in range(count):
+            engine.submit(Request(prompt=(1, 2, seed), steps=60, seed=seed))
+        for _ in range(3):
+            engine.turn()
+
+    submit(2)
+    assert (engine.stats.running, engine.stats.queued) == (2, 0)  # with few streams nothing waits
+    submit(2)
+    assert (engine.stats.running, engine.stats.queued) == (2, 2)
+    submit(1)
+    assert (engine.stats.running, engine.stats.queued) == (5, 0)
+    submit(1)
+    assert engine.stats.queued == 1
+    monkeypatch.setattr(serve_engine, "GATHER", 0.0)
+    engine.turn()
+    assert engine.stats.queued == 0
 
 
 def test_log_probabilities_of_the_prompt_are_the_models() -> None:

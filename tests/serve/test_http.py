@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from subquad.models import LanguageModel
 from subquad.serve import answer, exchange, server
 from subquad.serve.metrics import Metrics
-from subquad.serve.request import Full, Update
+from subquad.serve.request import Drawn, Full, Update
 from subquad.serve.settings import ServeSettings
 from tests.serve.scripted import Scripted
 
@@ -408,6 +408,31 @@ def test_the_engine_does_not_run_away_from_the_event_loop(monkeypatch: pytest.Mo
             between.deliver([Update(number)])  # from the loop itself, which cannot take them
         await asyncio.sleep(0)
         assert len(taken) == 8
+
+    asyncio.run(main())
+
+
+def test_events_of_a_stream_are_at_least_join_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time counts from the beginning of the last writing; the first token and the end do not wait."""
+
+    async def main() -> None:
+        monkeypatch.setattr(exchange, "JOIN", 0.1)
+        between, written = exchange.Exchange(Metrics()), list[float]()
+        between.loop = asyncio.get_running_loop()
+        job = exchange.Job(between, streams=True)
+        job.numbers[0], between.jobs[0] = 0, (job, 0)
+        job.listener = lambda: written.append(time.monotonic())
+
+        def give(end: str | None = None) -> int:
+            between._take([Update(0, (Drawn(1),), end)])
+            return len(written)
+
+        assert [give(), give(), give()] == [1, 2, 2]  # the first token; the first writing; what waits for the second
+        await asyncio.sleep(0.04)
+        assert give() == 2
+        await asyncio.sleep(0.08)  # the wait began with the writing, not with the last update
+        assert len(written) == 3
+        assert give("length") == 4
 
     asyncio.run(main())
 

@@ -27,6 +27,7 @@ from tests.training.tiny import Tiny, assert_close_run, run, start
 
 MODEL: dict[str, Any] = {"dim": 16, "depth": 2, "heads": 2, "mechanism": "linear, local", "options": {}, "dropout": 0.0}
 DROPS = {**MODEL, "dropout": 0.2, "taps": [1, 2], "checkpoint": True, "mechanism": "gated_deltanet"}
+GROUPS = {**MODEL, "depth": 3, "checkpoint": 2}
 BASE: dict[str, Any] = {
     "steps": 6, "batch": 5, "log_every": 1, "evaluate_every": 3, "evaluate_batches": 2, "eps": 1e-3, "warmup": 0,
     "clip": 0.1, "lr": 1e-2,
@@ -76,7 +77,7 @@ def _work(folder: Path, jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
 
 def _run(folder: Path, name: str, kind: str, settings: dict[str, Any]) -> None:
     task = Ragged(ragged=True) if kind == "ragged" else _text(folder)
-    run(folder / name, DROPS if kind == "drops" else MODEL, task=task, **{**BASE, **settings})
+    run(folder / name, {"drops": DROPS, "groups": GROUPS}.get(kind, MODEL), task=task, **{**BASE, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +88,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("alone", "plain", {}),
         ("alone_drops", "drops", {"sequence": 1}),
         ("alone_ragged", "ragged", {}),
+        ("alone_groups", "groups", {}),
     ):
         _run(folder, name, kind, settings)
     cut = {"parallel": "ddp", "checkpoint_every": 2}
     two = [(name, "plain", job) for name, job in JOBS.items() if name.endswith("2")]
     two += [("drops_2", "drops", JOBS["ddp_2"]), ("ragged_2", "ragged", JOBS["fsdp_2"])]
+    two += [("groups_2", "groups", JOBS["fsdp_2"])]
     two += [("cut_1", "drops", {**cut, "sequence": 2, "dies": True})]
     together(2).run(_work, folder, two)
     shutil.copytree(folder / "cut_1", folder / "cut_4")
@@ -104,6 +107,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("job", JOBS)
 def test_ranks_that_share_sequences_make_the_same_curve(folder: Path, job: str) -> None:
     assert_close_run(folder / job, folder / "alone")
+
+
+def test_shards_may_be_gathered_once_more_for_groups_of_blocks(folder: Path) -> None:
+    assert_close_run(folder / "groups_2", folder / "alone_groups")
 
 
 @pytest.mark.parametrize("job", ["ragged_2", "ragged_4"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from subquad import ranks
 from subquad.mechanisms.base import Mixer, Options
 from subquad.ops.precision import wide_type
+from subquad.ops.projection import project
 from subquad.ops.rotary import Turns, turned, turned_qkv, turns
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -41,7 +42,7 @@ class Heads(nn.Module):
         if context is not None:
             return self.queries(x), *self.keys(context)
         # methods of torch itself: its wrappers in Python, split and unflatten, cost as much as a small product
-        parts = self.qkv(x).split_with_sizes((self.all_keys, self.all_keys, self.dim), -1)
+        parts = project(x, self.qkv).split_with_sizes((self.all_keys, self.all_keys, self.dim), -1)
         q, k, v = (part.view(*x.shape[:-1], self.heads, -1) for part in parts)
         return q, k, v
 
@@ -63,7 +64,7 @@ class Heads(nn.Module):
 
     def merge(self, o: Tensor) -> Tensor:
         """[B, T, H, D/H] -> [B, T, D]"""
-        return self.out(o.flatten(-2))
+        return project(o.flatten(-2), self.out)
 
 
 class Attention(Mixer):
@@ -104,7 +105,7 @@ class Attention(Mixer):
             if context is None:
                 return *self._rotate(q, k, position), v
             return self._rotate(q, q)[0], self._rotate(k, k)[1], v
-        qkv = self.heads.qkv(x)
+        qkv = project(x, self.heads.qkv)
         by = self._turns_at(qkv, position, self.heads.all_keys // self.heads.heads)
         return turned_qkv(qkv, by, self.heads.heads, self.heads.all_keys)
 

@@ -12,7 +12,7 @@ from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import KernelOptions, Traits, own_type
 from subquad.ops.impl import choose
 from subquad.ops.linear import LinearState, linear_attention, linear_attention_step
-from subquad.ops.precision import wide_type
+from subquad.ops.precision import autocasts, wide_type
 
 
 class Memory(NamedTuple):
@@ -86,7 +86,7 @@ class Kernelised(Attention):
         return not torch.is_grad_enabled() and whole and choose(self.options.impl, "linear_attention", x) == "triton"
 
     def _merge(self, o: Tensor) -> Tensor:
-        return self.heads.merge(o.to(self.heads.out.weight.dtype))
+        return self.heads.merge(o if autocasts(o.device) else o.to(self.heads.out.weight.dtype))
 
     def _empty(self, batch: int, features: int) -> tuple[Tensor, Tensor, Tensor]:
         """The sums s [B, H, M, V] and z [B, H, M] without any key, and position 0."""

@@ -21,8 +21,9 @@ from subquad.models.taps import Recent, Taps
 from subquad.ops.feed_forward import Activation, feed_forward, pays
 from subquad.ops.layer_norm import LayerNorm, Norm, add_norm, fuses
 from subquad.ops.lengths import zero_padding
-from subquad.ops.perceptron import keeps_less, perceptron
+from subquad.ops.perceptron import perceptron
 from subquad.ops.precision import autocasts
+from subquad.ops.projection import project, replaces
 from subquad.ops.rotary import Turns
 
 Stream = tuple[Tensor, ...]
@@ -71,7 +72,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D]. In chunks along T, only one chunk's wide inner vectors exist at a time, also in backward."""
-        if self.chunks == 1 or x.ndim < 3:
+        if self.chunks == 1 or x.ndim < 3 or self._keeps_less(x):
             return self._apply_all(x)
         parts, seed = x.chunk(self.chunks, dim=-2), self.dropout.seed()
         at = [None] * len(parts) if seed is None else ranks.positions(x.shape[-2], x.device).chunk(self.chunks)
@@ -81,18 +82,22 @@ class FeedForward(nn.Module):
         return torch.cat([self._apply_all(*piece) for piece in pieces], dim=-2)
 
     def _apply_all(self, x: Tensor, seed: int | None = None, positions: Tensor | None = None) -> Tensor:
-        drops = self.dropout.p > 0 and self.training
-        if not self.gated and not drops and keeps_less(x, self.inner, self.out):
+        if self._keeps_less(x):
             inner, out = self.inner, self.out
             act: Activation = "relu" if self.activation == "relu" else "gelu"
-            return perceptron(x, inner.weight, inner.bias, out.weight, out.bias, activation=act)
-        h = self.inner(x)
+            pieces = self.chunks if x.ndim > 2 else 1
+            return perceptron(x, inner.weight, inner.bias, out.weight, out.bias, activation=act, pieces=pieces)
+        h = project(x, self.inner)
         if self.gated:
             gate, value = h.chunk(2, dim=-1)
             h = nn.functional.silu(gate) * value
         else:
             h = nn.functional.relu(h) if self.activation == "relu" else nn.functional.gelu(h)
-        return self.out(self.dropout(h, seed, positions) if self.dropout.p else h)
+        return project(self.dropout(h, seed, positions) if self.dropout.p else h, self.out)
+
+    def _keeps_less(self, x: Tensor) -> bool:
+        drops = self.dropout.p > 0 and self.training
+        return not self.gated and not drops and replaces(x, self.inner, self.out)
 
 
 class Residual(nn.Module):

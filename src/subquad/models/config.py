@@ -1,6 +1,7 @@
 """Configs of models: frozen values that are checked when made, written as JSON and read back."""
 
 import dataclasses
+import itertools
 import json
 import types
 import typing
@@ -111,7 +112,9 @@ class TransformerConfig(Config):
     attention_dropout: float = 0.0  # inside the mixers that have dropout
     taps: tuple[int, ...] = ()  # a convolution before each mixer reads tokens this far back and, if not causal, ahead
     pool: int | tuple[int, ...] = 1  # a layer with pool=n averages n positions into one (Funnel); several are cycled
-    checkpoint: bool = False  # recompute each block in backward
+    # recompute each block in backward. A number: also keep the inputs of at most so many blocks, and compute the others
+    # once more; about √(2·depth) is the least
+    checkpoint: bool | int = False
     reversible: bool = False  # recompute activations from the output in backward
     seed: int = 0  # of random features, hashes and so on; each layer draws its own
     max_length: int | None = None  # the longest sequence, for learned parts of that size
@@ -142,6 +145,12 @@ class TransformerConfig(Config):
             refuse("reversible", True, "False with pool > 1: a shortened sequence cannot be reconstructed")
         if self.reversible and self.norm_position == "post":
             refuse("reversible", True, 'False with norm_position="post": a norm of the sum cannot be undone')
+        if not isinstance(self.checkpoint, bool):
+            kept = self.checkpoint
+            check_count("checkpoint", kept)
+            least = next(n for n in itertools.count(1) if n * (n + 1) // 2 >= self.depth)
+            if kept < least:
+                refuse("checkpoint", kept, f"a bool, or at least {least} with depth={self.depth}")
         if self.reversible and self.checkpoint:
             refuse("checkpoint", True, "False with reversible=True, which recomputes every block already")
 
@@ -154,6 +163,11 @@ class TransformerConfig(Config):
     def pool_of(self, layer: int) -> int:
         pools = typing.cast(tuple[int, ...], self.pool)
         return pools[layer % len(pools)]
+
+    @property
+    def inputs_kept(self) -> int:
+        """Of how many blocks `checkpoint` keeps the inputs."""
+        return self.depth if isinstance(self.checkpoint, bool) else min(self.checkpoint, self.depth)
 
     @property
     def ff_width(self) -> int:

@@ -19,6 +19,7 @@ from subquad.models.dropout import Dropout
 from subquad.models.inputs import clean_frames, clean_ids
 from subquad.ops.impl import traced
 from subquad.ops.lengths import keep, readable, shape_of, zero_padding
+from subquad.ops.lookup import lookup
 
 
 class Embedding(nn.Module):
@@ -52,18 +53,21 @@ class Embedding(nn.Module):
         lengths_name: str = "lengths",
     ) -> Tensor:
         """`position` [B]: where each row starts (0 if None). Padding may hold anything."""
+        first = None  # places that are added already
         if self.config.vocab is not None:
             ids = clean_ids(inputs, self.weight, lengths, name, lengths_name)
-            # of many tokens the table is the smaller one to scale; a compiler scales as it looks up
-            few = traced() or ids.numel() <= self.weight.shape[0]
-            x = F.embedding(ids, self.weight) * self.scale if few else F.embedding(ids, self.weight * self.scale)
+            if traced() or ids.numel() <= self.weight.shape[0]:
+                x = F.embedding(ids, self.weight) * self.scale
+            else:  # the table is the smaller one to scale; a compiler scales as it looks up
+                first = self._first_places(ids.shape[1], position)
+                x = lookup(ids, self.weight * self.scale, first)
         else:
             x = self.frames(clean_frames(inputs, self.frames.weight, lengths, name, lengths_name))
             for convolution in self.convolutions:
                 x = convolution(x, lengths)
-        batch, size, _ = x.shape
-        mask = keep(None if lengths is None else lengths.to(x.device), size)
-        if self.positions is not None:
+        if self.positions is not None and first is None:
+            batch, size, _ = x.shape
+            mask = keep(None if lengths is None else lengths.to(x.device), size)
             if position is not None and size == 1 and ranks.active() is None:
                 at = position[:, None]  # a step: two operations less
             else:
@@ -79,6 +83,14 @@ class Embedding(nn.Module):
             places = self.positions(at, x.dtype)
             x = torch.cat((x, places.expand(batch, size, -1)), dim=-1) if self.concat else x + places
         return self.dropout(x)
+
+    def _first_places(self, size: int, position: Tensor | None) -> Tensor | None:
+        """The vectors [T, D] that tables give to the first positions, if those are the positions of all rows."""
+        grid = self.positions
+        if not isinstance(grid, Grid) or position is not None or ranks.active() is not None:
+            return None
+        places: Tensor | None = grid(size, self.weight.dtype) if size <= math.prod(grid.shape) else None
+        return places
 
     def step(self, tokens: Tensor, position: Tensor) -> Tensor:
         """One token per row at the row's own position: [B] -> [B, D]."""
@@ -138,17 +150,30 @@ class Grid(nn.Module):
         tables = _waves(self.shape, width) if waves else [torch.randn(n, width) / size for n in self.shape]
         self.tables = nn.ParameterList(nn.Parameter(table / self.scale) for table in tables)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(self, positions: Tensor | int, dtype: torch.dtype) -> Tensor:
+        """Of positions, or of so many first ones: by slices of the tables, whose gradient is faster than a lookup's."""
         rows, *others = self.tables
+        if isinstance(positions, int):
+            places: Tensor | None = None
+            for table in reversed((_first(rows, -(-positions // math.prod(self.shape[1:]))), *others)):
+                places = table if places is None else (places + table[:, None]).flatten(0, 1)
+            assert places is not None
+            return (_first(places, positions) * self.scale).to(dtype)
+        at: Tensor = positions
         total: Tensor | float = 0.0
         for table in reversed(others):
-            total = total + F.embedding(positions % table.shape[0], table)
-            positions = positions // table.shape[0]
+            total = total + F.embedding(at % table.shape[0], table)
+            at = at // table.shape[0]
         # what remains is the row; the lookup should fail beyond the last row
-        return ((total + F.embedding(positions, rows)) * self.scale).to(dtype)
+        return ((total + F.embedding(at, rows)) * self.scale).to(dtype)
 
     def extra_repr(self) -> str:
         return f"shape={self.shape}"
+
+
+def _first(x: Tensor, size: int) -> Tensor:
+    """Rows of x; all of them without a slice, whose gradient is a copy."""
+    return x if size == len(x) else x[:size]
 
 
 def _waves(shape: Sequence[int], width: int) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +15,15 @@ from subquad.mechanisms.base import Mixer, Traits
 from subquad.models import reversible
 from subquad.models.blocks import Block, Stream, Waiting, make_norm, parts_of, settled, shorten
 from subquad.models.config import TransformerConfig, assemble
-from subquad.models.inputs import check_position, check_type, clean_frames
+from subquad.models.inputs import batch_size, check_position, check_type, clean_frames, length_of
 from subquad.models.saving import Model
 from subquad.ops.layer_norm import add_norm, fuses
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
 from subquad.ops.precision import wide, wide_type
 from subquad.ops.rotary import Turns
 from subquad.ops.rotary import turns as make_turns
+
+Embed = Callable[[Tensor, Tensor | None], Tensor]  # (tokens, lengths) -> x [B, T, D]
 
 
 class State(NamedTuple):
@@ -53,7 +55,7 @@ class Transformer(Model):
             raise ValueError(f"rotary=True cannot work: none of the mechanisms ({names}) knows rotary positions")
         self.norm = make_norm(config) if config.final_norm else nn.Identity()
         # how blocks run in training, if not plainly: a function like torch's checkpoint
-        self.recompute: Callable[..., Stream] | None = None
+        self.recompute: Callable[..., Tensor] | None = None
         if config.checkpoint:
             self.recompute = functools.partial(checkpoint, use_reentrant=False)
         if config.norm_position == "pre":
@@ -78,12 +80,22 @@ class Transformer(Model):
         lengths: Tensor | None = None,
         memory: Tensor | None = None,
         memory_lengths: Tensor | None = None,
+        embed: Embed | None = None,
     ) -> Tensor:
-        """x [B, T, D] -> [B, T', D], where T' = T unless layers pool; zeros beyond `short_lengths(lengths)`."""
-        x, lengths = clean_frames(x, self._weight(), lengths, "x"), check_lengths(lengths, x)
-        memory_lengths = self._check_memory(memory, memory_lengths, x.shape[0])
+        """x [B, T, D] -> [B, T', D], where T' = T unless layers pool; zeros beyond `short_lengths(lengths)`.
+
+        With `embed`, x is embed(x, lengths); where blocks are computed again in backward, this is too, and not kept.
+        """
+        again = self.recompute is not None and torch.is_grad_enabled() and not self.config.reversible
+        if embed is not None and not (again and isinstance(x, Tensor) and x.ndim == 2):  # else it refuses x
+            x, embed = embed(x, lengths), None
+        x = x if embed is not None else clean_frames(x, self._weight(), lengths, "x")
+        lengths = check_lengths(lengths, x)
+        memory_lengths = self._check_memory(memory, memory_lengths, batch_size(x))
         self._check_split(memory)
-        with ranks.laid_out(x.shape[1]):
+        with ranks.laid_out(length_of(x)):
+            if again:
+                return self._run_again(x, lengths, memory, memory_lengths, embed)
             return self._run(x, lengths, memory, memory_lengths)
 
     def _run(self, x: Tensor, lengths: Tensor | None, memory: Tensor | None, memory_lengths: Tensor | None) -> Tensor:
@@ -98,14 +110,80 @@ class Transformer(Model):
             return self._close(reversible.run(branches, stream, memory), lengths)
         turns = self._turns(x)
         for block in self._blocks():
-            given = (stream, lengths, memory, memory_lengths, turns.get(block.mixer.turn_width))
-            if self.recompute is not None and torch.is_grad_enabled():
-                stream = self.recompute(block, *given, **ranks.recomputing())
-            else:
-                stream = block(*given)
+            stream = block(stream, lengths, memory, memory_lengths, turns.get(block.mixer.turn_width))
             if block.pool > 1:
                 lengths, turns = shorten(lengths, block.pool), self._turns(stream[0])
         return self._close(stream, lengths)
+
+    def _run_again(
+        self,
+        x: Tensor,
+        lengths: Tensor | None,
+        memory: Tensor | None,
+        memory_lengths: Tensor | None,
+        embed: Embed | None,
+    ) -> Tensor:
+        """`_run`, where blocks are computed again in backward."""
+        assert self.recompute is not None
+        turns = self._turns(x)
+        for group in self._groups():
+            given = (group, x, lengths, memory, memory_lengths, turns, embed)
+            if len(group) == 1:
+                x = self._recomputed(*given)
+            else:
+                x = self.recompute(self._recomputed, *given, **ranks.recomputing())
+            embed = None
+            for block in group:
+                lengths = shorten(lengths, block.pool)
+            if any(block.pool > 1 for block in group):
+                turns = self._turns(x)
+        return self._close((x,), lengths)
+
+    def _recomputed(
+        self,
+        blocks: Sequence[Block],
+        x: Tensor,
+        lengths: Tensor | None,
+        memory: Tensor | None,
+        memory_lengths: Tensor | None,
+        turns: dict[int | None, Turns],
+        embed: Embed | None,
+    ) -> Tensor:
+        """The stream after some blocks, each of which is computed again in backward."""
+        assert self.recompute is not None
+        for block in blocks:
+            given = (lengths, memory, memory_lengths, turns.get(block.mixer.turn_width))
+            x = self.recompute(self._alone(block, embed), x, *given, **ranks.recomputing())
+            embed = None
+            if block.pool > 1:
+                lengths, turns = shorten(lengths, block.pool), self._turns(x)
+        return x
+
+    def _alone(self, block: Block, embed: Embed | None) -> Callable[..., Tensor]:
+        """The block from one tensor to one.
+
+        torch keeps what goes into a checkpoint: of a stream with a branch that is yet to be added it would keep both,
+        and a tuple even where a checkpoint around it makes it again.
+        """
+
+        def run(x: Tensor, lengths: Tensor | None, *given: Any) -> Tensor:
+            if embed is not None:
+                x = clean_frames(embed(x, lengths), self._weight(), lengths, "x")
+            return settled(block((x,), lengths, *given))[0]
+
+        return run
+
+    def _groups(self) -> Iterator[list[Block]]:
+        """The blocks, in as many groups as `checkpoint` keeps inputs. Those of a group are computed again together.
+
+        When backward is at a group, the inputs of this and the earlier groups are kept, and those of its other blocks.
+        So each group may have one block less than the one before.
+        """
+        blocks, count = self._blocks(), self.config.inputs_kept
+        while blocks:
+            size = min(count, len(blocks) - count + 1)
+            yield blocks[:size]
+            blocks, count = blocks[size:], count - 1
 
     def short_lengths(self, lengths: Tensor | None) -> Tensor | None:
         """Lengths of the output's rows: those of the input, unless layers pool."""
@@ -229,7 +307,8 @@ class Transformer(Model):
         else:
             at = ranks.positions(x.shape[1], x.device)
             at = at if position is None else position[:, None] + at
-        return {width: make_turns(at, width, wide_type(x)) for width in widths if width is not None}
+        dtype = wide_type(x if x.is_floating_point() else self._weight())  # x may be what is yet to be embedded
+        return {width: make_turns(at, width, dtype) for width in widths if width is not None}
 
     def _open(self, x: Tensor) -> Stream:
         if not self.config.reversible:

@@ -73,7 +73,7 @@ def launch_by_key(key: tuple[Any, ...], kernel: Any, tensors: tuple[Tensor, ...]
             launch_by_key(key, kernel, tensors, plan)
         return
     if INTERPRETED or not _is_known:
-        _launch_plainly(kernel, tensors, plan())
+        start_plainly(kernel, tensors, plan())
         return
     pointers = [x.data_ptr() for x in tensors]
     together = 0
@@ -88,7 +88,7 @@ def launch_by_key(key: tuple[Any, ...], kernel: Any, tensors: tuple[Tensor, ...]
         run(*grid, stream, function, metadata, None, None, None, *pointers, *rest)
         return
     how = plan()
-    compiled = _launch_plainly(kernel, tensors, how)
+    compiled = start_plainly(kernel, tensors, how)
     if len(_READY) >= 4096:
         _READY.clear()
     rest = (*how.numbers, *[None] * len(how.constants))
@@ -96,7 +96,7 @@ def launch_by_key(key: tuple[Any, ...], kernel: Any, tensors: tuple[Tensor, ...]
     _READY[key] = compiled.run, grid, compiled.function, compiled.packed_metadata, rest
 
 
-def _launch_plainly(kernel: Any, tensors: tuple[Tensor, ...], plan: Plan) -> Any:
+def start_plainly(kernel: Any, tensors: tuple[Tensor, ...], plan: Plan) -> Any:
     options = {"num_warps": plan.warps, "num_stages": plan.stages, "maxnreg": plan.registers}
     if plan.early:
         options["launch_pdl"] = True

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from subquad.ops.column_sums_triton import column_sums
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch
 
 FLAT, FLAT_WARPS = 2048, 4  # elements of a program of `gelu`; measured best on an H200
@@ -73,8 +74,8 @@ def gelu(h: Tensor) -> Tensor:
     return a
 
 
-def backward(h: Tensor, da: Tensor, relu: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """dh [R, D], over da; gelu(h) [R, D], or h for relu; the sum of dh over rows [D], float32"""
+def backward(h: Tensor, da: Tensor, relu: bool, sums: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """dh [R, D], over da; gelu(h) [R, D], or h for relu; the sum of dh over rows [D], in the type `sums`"""
     rows, width = h.shape
     columns = min(COLUMNS, triton.next_power_of_2(width))
     tile, blocks = max(1, TILE // columns), blocks_of(width, columns)
@@ -84,4 +85,4 @@ def backward(h: Tensor, da: Tensor, relu: bool) -> tuple[Tensor, Tensor, Tensor]
     parts = h.new_empty((programs, width), dtype=torch.float32)
     constants = {"BM": tile, "BN": columns, "P": programs, "RELU": relu}
     launch(gradients, (h, da, da, a, parts), Plan((blocks, programs), (rows, width), constants, WARPS))
-    return da, a, parts.sum(0)
+    return da, a, column_sums(parts, sums)

@@ -21,7 +21,7 @@ DIRECT = "subquad.send"  # in a scope: the connection's own `send`, without what
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not collect events
 
 
-_quoted = json.JSONEncoder().encode  # of text, quicker than json.dumps
+_quoted = json.encoder.encode_basestring_ascii  # of text, quicker than json.dumps
 
 
 def to_json(value: Any) -> bytes:

@@ -6,6 +6,7 @@ is there, and whether or not a cache knows a part of them.
 
 import sys
 import threading
+import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -32,6 +33,8 @@ PIECE = 256  # tokens of a prompt between two steps
 ABREAST = 8  # pieces of different prompts in one call on a GPU, which would be idle with one
 LEAST = 32  # reading fewer tokens than this takes as long
 SEATS = 16  # prompts that are read at the same time
+MANY = 64  # streams that run; on a GPU a prompt then waits for others, since they all wait while it is read
+GATHER = 0.05  # seconds for which it waits at most
 TOP = 20  # the most probable tokens that a request may ask for
 GROWING = 2048  # positions of a stream by default if its state grows with each of them
 UNLIMITED = 1 << 40  # positions of one whose state does not
@@ -58,6 +61,7 @@ class _Job:
 
     def __init__(self, number: int, request: Request):
         self.number, self.request = number, request
+        self.begun = time.monotonic()
         self.scored = request.logprobs is not None
         self.state: State | None = None  # after the first `read` tokens of the prompt, until the stream starts
         self.read = 0
@@ -307,12 +311,21 @@ class Engine:
     def _admit(self) -> None:
         """Owners take turns, so that one with many requests does not hold up the others."""
         with self.work:
+            if self._gathers():
+                return
             while self.waiting and len(self.reading) < SEATS and len(self.drawing) + len(self.reading) < self.slots:
                 owner, jobs = self.waiting.popitem(last=False)
                 job = jobs.popleft()
                 if jobs:
                     self.waiting[owner] = jobs
                 self.reading.append(job)
+
+    def _gathers(self) -> bool:
+        """Whether the prompts that wait should wait for more of them: to read one takes as long as to read a few."""
+        if self.reading or len(self.drawing) < MANY or self._queued() >= self.abreast:
+            return False
+        latest = time.monotonic() - GATHER
+        return all(job.begun > latest for jobs in self.waiting.values() for job in jobs)
 
     def _read(self) -> list[Update]:
         """Pieces of prompts, of about `piece` tokens for each row; prompts take turns."""

@@ -10,7 +10,7 @@ from subquad.serve.engine import Engine
 from subquad.serve.metrics import Metrics
 from subquad.serve.request import Request, Update
 
-JOIN = 0.02  # seconds for which updates may wait for others, so that they become one event
+JOIN = 0.02  # seconds between events of a stream: updates wait for others at most so long, and become one event
 LAG = 1.0  # seconds for which the engine waits for a loop that has much else to do
 BEHIND = 8192  # tokens that a slow reader may be behind; then it is cut off
 
@@ -92,7 +92,7 @@ class Exchange:
         self.metrics, self.in_turn = metrics, in_turn
         self.jobs: dict[int, tuple[Job, int]] = {}  # by the engine's number of a request, with the choice that it is
         self.ready: set[Job] = set()
-        self.turned = 0.0  # when the last updates came
+        self.flushed = 0.0  # when events were last written
         self.timer: asyncio.TimerHandle | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.taken = threading.Event()
@@ -138,14 +138,14 @@ class Exchange:
                 ready.add(job)
         self.metrics.made(made, now)
         if self.ready and self.timer is None:
-            if now - self.turned < JOIN:
-                self.timer = self.loop.call_later(JOIN, self._flush)
-            else:  # turns of the engine are further apart than updates may wait
+            # counted from the beginning of the last writing, which takes long itself where there are many streams
+            if (left := self.flushed + JOIN - now) > 0:
+                self.timer = self.loop.call_later(left, self._flush)
+            else:
                 self._flush()
-        self.turned = now
 
     def _flush(self) -> None:
-        self.timer = None
+        self.timer, self.flushed = None, time.monotonic()
         ready, self.ready = self.ready, set()
         for job in ready:
             job.wake()

@@ -37,6 +37,7 @@ from subquad.tasks.write_images import image_shape
 
 LONGEST = 1 << 20  # tokens of a prompt and its answer, where the model sets no limit
 CONNECTIONS = 65536  # files that the process may open, if the system lets it
+COLLECT = 20_000  # new objects before the collector runs: a turn of 1,000 streams makes thousands, and none in circles
 CLOSING = 5  # seconds for answers that were cancelled to be sent
 
 
@@ -56,6 +57,7 @@ def serve(checkpoint: str, settings: ServeSettings, console: Console) -> None:
             logger.warning("%s can be reached from other machines, and no API key is asked for", address)
         gc.collect()
         gc.freeze()  # what was imported stays: the collector need not search it again and again
+        gc.set_threshold(COLLECT, *gc.get_threshold()[1:])
         Server(service, settings.drain).run(sockets=[listener])
 
 
