@@ -204,7 +204,6 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.groups.SPARE": "a bit that is never the nearest",
     "ops.layer_norm.WIDEST": "ops/test_layer_norm.py",
     "ops.layer_norm.WIDEST_ALONE": "a GPU's; ops/test_layer_norm.py computes both ways",
-    "ops.layer_norm_triton.AHEAD": "changes no number",
     "ops.layer_norm_triton.PROGRAMS": "a GPU's; ops/test_layer_norm.py has more rows than programs",
     "ops.layer_norm_triton.TILE": "ops/test_layer_norm.py",
     "ops.linear.chunked.FORGET": "stands for minus infinity",

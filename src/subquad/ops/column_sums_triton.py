@@ -10,10 +10,10 @@ from torch import Tensor
 
 from subquad.ops.launch import Plan, blocks_of, launch, multiprocessors
 
-TILE, WARPS = 8192, 8  # elements of a tile: 32 per thread, all of which are read at once
+TILE, WARPS = 4096, 4  # elements of a tile: 32 per thread, all of which are read at once
 COLUMNS = 128  # of a tile
 FEW, NARROW = 2048, 8  # so many rows are summed in one pass, by programs with at least so many columns
-PROGRAMS = 4  # per multiprocessor
+PROGRAMS = 2  # per multiprocessor
 
 
 @triton.jit

@@ -13,10 +13,9 @@ from torch import Tensor
 from subquad.ops.column_sums_triton import column_sums
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch
 
-TILE = 2048  # elements of a tile: 16 of each tensor per thread
-PROGRAMS = 4  # programs of the backward per multiprocessor
-WARPS, STAGES = 4, 2
-AHEAD = 1  # tiles of the backward that a program has at once: the one it works on, and those it reads meanwhile
+TILE = 1024  # elements of a tile: 16 of each tensor per thread
+PROGRAMS = 6  # programs of the backward per multiprocessor
+WARPS, STAGES = 2, 2
 
 
 @triton.jit
@@ -52,14 +51,14 @@ def normalise(
 def gradients(
     ds, dy, dh, x, g, mean, scale, dx, da, parts, R,
     D: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, P: tl.constexpr, RMS: tl.constexpr,
-    SUM: tl.constexpr, TWO: tl.constexpr, ADDED: tl.constexpr, AHEAD: tl.constexpr,
+    SUM: tl.constexpr, TWO: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """dx from the gradients ds of the sum and dy + dh of its norm, da = dx in another type, and the part of this
     program's rows in dg and dc: parts [P, 2, D]."""
     d = tl.arange(0, W)
     gain = tl.load(g + d, mask=d < D, other=0.0).to(tl.float32)
     dg, dc = tl.zeros((BM, W), tl.float32), tl.zeros((BM, W), tl.float32)
-    for r0 in tl.range(tl.program_id(0) * BM, R, P * BM, num_stages=AHEAD):
+    for r0 in range(tl.program_id(0) * BM, R, P * BM):
         r = r0 + tl.arange(0, BM)
         tile = r.to(tl.int64)[:, None] * D + d[None, :]
         there = (r < R)[:, None] & (d < D)[None, :]
@@ -121,7 +120,7 @@ def backward(
     parts = x.new_empty((programs, 2, width), dtype=torch.float32)
     constants = {
         "D": width, "W": wide, "BM": tile, "P": programs, "RMS": rms,
-        "SUM": of_sum is not None, "TWO": len(of_norm) == 2, "ADDED": da is not dx, "AHEAD": AHEAD,
+        "SUM": of_sum is not None, "TWO": len(of_norm) == 2, "ADDED": da is not dx,
     }  # fmt: skip
     tensors = of_norm[0] if of_sum is None else of_sum, of_norm[0], of_norm[-1], x, weight, mean, scale, dx, da, parts
     launch(gradients, tensors, Plan((programs,), (rows,), constants, warps, STAGES))

@@ -16,8 +16,8 @@ from subquad.ops.column_sums_triton import column_sums
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch
 
 FLAT, FLAT_WARPS = 2048, 4  # elements of a program of `gelu`; measured best on an H200
-TILE, COLUMNS = 4096, 256
-PROGRAMS = 6  # of the backward per multiprocessor
+TILE, COLUMNS = 2048, 128
+PROGRAMS = 3  # of the backward per multiprocessor
 WARPS = 8
 
 
