@@ -23,6 +23,7 @@ from subquad.report.recall import cells, columns, recalled
 from subquad.studies.results import ArenaTable, ReproducedTable, load
 
 ROOT = Path(__file__).parents[1]
+WAYS = ("sdpa", "pattern")
 PAGES = ("README.md", "results/README.md", "guides/mechanisms.md", "guides/sequence_parallel.md")
 LENGTHS = (1024, 4096, 16384, 65536)
 ARENA = ("listops", "text", "image", "pathfinder")
@@ -276,6 +277,44 @@ def smollm2_cpu() -> str:
     return table(("attention", "perplexity", f"forward, T = {read['tokens']:,}", *after), rows)
 
 
+def smollm2() -> str:
+    """The forward pass of a model of that size at long lengths, on a GPU."""
+    figures = results("smollm2")["speed"]
+    rows = []
+    for row in sorted(figures, key=lambda row: row["length"]):
+        memory = [
+            f"{row[f'{what}_peak_bytes'] / 1e9:.2f} GB" if row["mode"] != "faster of both" else "" for what in WAYS
+        ]
+        times = (f"{row[f'{what}_ms']:.1f} ms" for what in WAYS)
+        rows.append((f"{row['length']:,}", row["mode"], *times, f"{row['sdpa_over_pattern']:.2f}", *memory))
+    pattern = figures[0]["pattern"].replace("|", "\\|")
+    return table(("T", "mode", "sdpa", pattern, "sdpa over pattern", "memory of sdpa", "of the pattern"), rows)
+
+
+def long_sequence() -> str:
+    """A million tokens on one process, and over two."""
+    figures = results("sequence")
+    alone, ranks = figures["alone"], figures["ranks"]
+    some = {
+        "one sequence, `checkpoint=5`": alone["one sequence"],
+        "64 sequences, `checkpoint=5`": alone["64 sequences"],
+        "one sequence, `checkpoint=True`": alone["one sequence, the inputs of all blocks kept"],
+    }
+    rows = [
+        (what, f"{row['peak_bytes'] / 1e9:.1f} GB", f"{row['tokens_per_second']['median']:,.0f}")
+        for what, row in some.items()
+    ]
+    rate = ranks["tokens"] / ranks["seconds"]
+    rows.append(
+        (
+            "one sequence over two processes on one GPU",
+            f"{ranks['peak_bytes of a process'] / 1e9:.1f} GB each",
+            f"{rate:,.0f}",
+        )
+    )
+    return table((f"{alone['tokens']:,} tokens, forward and backward", "memory", "tokens a second"), rows)
+
+
 def serving() -> str:
     """`subquad serve` under load, on two CPU cores and, where it was measured, on a GPU."""
     names = {"two CPU cores": "serve_http_cpu", "H200": "serve_http"}
@@ -422,6 +461,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rules_cpu": rules_cpu,
     "cpu": cpu,
     "smollm2_cpu": smollm2_cpu,
+    "smollm2": smollm2,
+    "long_sequence": long_sequence,
     "serving": serving,
     "long_text": long_text,
     "arena": arena,
