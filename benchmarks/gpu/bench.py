@@ -227,14 +227,16 @@ def check_all(cases: Sequence[Case], seconds: float, workers: int) -> list[Figur
     records = []
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(workers, len(cases)), torch.set_num_threads, (1,), maxtasksperchild=8) as pool:
-        for case, result in [(case, pool.apply_async(attempt, (case,))) for case in cases]:
-            try:
-                record = result.get(timeout=max(0.0, end - time.monotonic()))
-            except multiprocessing.TimeoutError:
-                record = {"part": case.part, "case": case.name, "ok": False, "failed": "not done in time"}
-                record["seconds"] = seconds
-            records.append(record)
-            show(record)
+        waiting = {case: pool.apply_async(attempt, (case,)) for case in cases}
+        while waiting:
+            late = time.monotonic() > end
+            for case in [case for case, result in waiting.items() if late or result.ready()]:
+                result = waiting.pop(case)
+                unknown = {"part": case.part, "case": case.name, "ok": False, "seconds": seconds}
+                record = result.get() if result.ready() else unknown | {"failed": "not done in time"}
+                records.append(record)
+                show(record)
+            time.sleep(0.05)
     return records  # the pool's processes have ended: nothing runs beside what is timed next
 
 
