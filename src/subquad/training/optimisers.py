@@ -15,6 +15,7 @@ from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
 from subquad.models.embedding import Embedding, Grid
 from subquad.ops.short_conv import ShortConv
 from subquad.training.config import TrainingConfig
+from subquad.training.pieces import in_pieces
 
 
 class Optimiser:
@@ -96,10 +97,11 @@ def scale_and_clip(
         norms = squares.sqrt()
     norms = norms * factor
     norm = torch.linalg.vector_norm(norms)
+    (pieces,) = in_pieces(grads)
     if clip is None:
-        torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_(pieces, factor)
     elif by == "norm":
-        torch._foreach_mul_(grads, factor * (clip / (norm + 1e-6)).clamp(max=1))
+        torch._foreach_mul_(pieces, factor * (clip / (norm + 1e-6)).clamp(max=1))
     else:
         torch._foreach_mul_(grads, list((factor * (clip / (norms + 1e-6)).clamp(max=1)).unbind()))
     return norm

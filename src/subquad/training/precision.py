@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from subquad.training.pieces import in_pieces
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HIGHEST = 2.0**16  # the first scale of a mean loss, as in torch's GradScaler
 GROWTH_INTERVAL = 2000
@@ -90,5 +92,6 @@ class _Cast(torch.autograd.Function):
 
 def _cast(tensors: tuple[Tensor, ...], dtypes: list[torch.dtype]) -> tuple[Tensor, ...]:
     made = tuple(torch.empty_like(t, dtype=dtype) for t, dtype in zip(tensors, dtypes, strict=True))
-    torch._foreach_copy_(made, tensors)
+    written, read = in_pieces(made, [t.detach() for t in tensors])
+    torch._foreach_copy_(written, read)
     return made
