@@ -23,6 +23,7 @@ from subquad.hf.cache import LayerState, SubquadCache, check_cache, in_words
 from subquad.hf.configuration import SubquadConfig
 from subquad.hf.padding import Layout, last_padding, real_columns, to_columns
 from subquad.hf.pretrained import SubquadPreTrainedModel
+from subquad.hf.sharding import gathered, keep_whole
 from subquad.models import Classifier, ClassifierConfig, LanguageModel, Model, logistic_mixture
 from subquad.models.decoding import Mixture, Recompute, head_of, work_of
 from subquad.models.footprint import Rooms
@@ -145,6 +146,8 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         ids, layout = self._read_arguments(
             input_ids, attention_mask, position_ids, inputs_embeds, output_attentions, cache
         )
+        if self.core.head is None:
+            keep_whole(self.core.embedding)
         with self._recorded(output_hidden_states) as seen:
             if seen is not None and cache is not None and cache.columns:
                 refuse("output_hidden_states", True, "False with a cache; or use_cache=False")
@@ -205,7 +208,8 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         else:
             read = functools.partial(decoder.prefill, ids, lengths=lengths, state=state)
         work = work_of(self.core, () if state is None else state, ids.numel())
-        vectors, after = run_small(work, read) if change else read()
+        with gathered(self._stack.blocks):
+            vectors, after = run_small(work, read) if change else read()
         if single:
             vectors = vectors[:, None]
         elif change:

@@ -20,6 +20,7 @@ from subquad.models.blocks import settled
 from subquad.models.embedding import Embedding
 from subquad.models.saving import CONFIG, WEIGHTS, describe, restore, seal, verify
 from subquad.ops.lengths import shape_of
+from subquad.training.distributed import blocks_of
 
 
 class SubquadPreTrainedModel(PreTrainedModel):
@@ -54,6 +55,17 @@ class SubquadPreTrainedModel(PreTrainedModel):
             for module in self.modules():
                 module._is_hf_initialized = True  # our constructors drew the weights
         self.post_init()
+        self._plan_shards()
+
+    def _plan_shards(self) -> None:
+        """Which modules FSDP gathers one by one."""
+        plan = dict(self.fsdp_plan or {})
+        if not blocks_of(self.core):
+            self._no_split_modules = []
+            plan = {name: how for name, how in plan.items() if not name.endswith("blocks.*")}
+        if self.config.tie_word_embeddings:  # the head reads it too, so it belongs to the model's own group
+            plan.pop("embedding", None)
+        self._fsdp_plan = plan
 
     def _check_parsed(self, parsed: Any) -> None:
         """Refuse a model whose inputs or outputs this class cannot pass on."""
