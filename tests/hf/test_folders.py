@@ -29,7 +29,7 @@ from subquad.cli import app
 from subquad.hf import SubquadConfig, SubquadForCausalLM, byte_tokenizer, convert, unwrap, wrap
 from subquad.models import Classifier, LanguageModel, Matcher
 from subquad.models.saving import restore
-from tests.hf.tiny import KINDS, VOCAB, make, padded
+from tests.hf.tiny import KINDS, VOCAB, make, padded, saved
 
 CLASSIFIERS: list[dict[str, Any]] = [
     {"mechanism": "nystrom", "pooling": "mean"},
@@ -285,6 +285,26 @@ def test_models_of_frames_and_of_other_outputs_are_refused_by_name(tmp_path: Pat
         wrap(LanguageModel(vocab=5, dim=8, depth=1, heads=2, outputs=3))
     with pytest.raises(ValueError, match=r"features=5 cannot work: .* use subquad\.load"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path)
+
+
+def test_the_places_of_layers(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model, ids, how = make("hybrid"), torch.randint(VOCAB, (2, 9)), {"offload_folder": str(tmp_path / "disk")}
+    folder = saved(model, tmp_path / "model")
+    wanted = model.generate(ids, 3, temperature=0)
+    parts = ("embedding", *(f"transformer.blocks.{n}" for n in range(3)), "transformer.norm", "head")
+    places: Any
+    for places in ("auto", "cpu", dict.fromkeys(parts, "cpu")):
+        theirs = AutoModelForCausalLM.from_pretrained(folder, device_map=places)
+        assert torch.equal(theirs.generate(ids, max_new_tokens=3, do_sample=False)[:, 9:], wanted)
+    for places in ({"": "disk"}, {**dict.fromkeys(parts, "cpu"), "transformer.blocks.1": "disk"}):
+        with pytest.raises(ValueError, match=r"device_map=.* cannot work: accepted is GPUs, or the CPU alone"):
+            AutoModelForCausalLM.from_pretrained(folder, device_map=places, **how)
+    theirs.hf_device_map = {"embedding": 0, "transformer": 1, "head": 1}
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, model(ids))  # without a cache, unless it is asked for
+    with pytest.raises(ValueError, match="accepted is one device to generate with a cache; or use_cache=False"):
+        theirs.generate(ids, max_new_tokens=3)
 
 
 def test_older_folders_still_load_and_convert_makes_them_new(tmp_path: Path) -> None:

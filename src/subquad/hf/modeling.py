@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -133,11 +134,11 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
 
         attention_mask   ones and zeros, with padding on either side; with a cache, of its columns too
         past_key_values  a cache that `make_cache` made; it is advanced
-        use_cache        None: if not training and without labels
+        use_cache        None: if not training, without labels, on one device
         logits           of the last column, even if it is padding: those after the row's last token
         """
         if use_cache is None:
-            use_cache = bool(self.config.use_cache) and not self.training and labels is None
+            use_cache = bool(self.config.use_cache) and not self.training and labels is None and not self._divided
         cache = past_key_values
         if cache is None and use_cache:
             cache = self.make_cache()
@@ -186,6 +187,17 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         return any(block.mixer.traits.state is None for block in self._stack.blocks)
 
     @property
+    def _spread(self) -> bool:
+        """Whether the model is on several devices: then accelerate moves the input of a block when it is called."""
+        return len(set(getattr(self, "hf_device_map", {}).values())) > 1
+
+    @property
+    def _divided(self) -> bool:
+        """Whether the blocks are where only their forward finds them."""
+        sharded = isinstance(self._stack.blocks[0], FSDPModule) and torch.is_grad_enabled()
+        return sharded or self._spread
+
+    @property
     def _cached_layers(self) -> int:
         return 1 if self._recomputes else len(self._stack.blocks)
 
@@ -197,7 +209,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
             y = reader(ids, lengths)
             if cache is None:
                 return cast(Tensor, y)
-        if len(set(getattr(self, "hf_device_map", {0: 0}).values())) > 1:
+        if self._spread:
             refuse("device_map", self.hf_device_map, "one device to generate with a cache; or use_cache=False")
         decoder = Recompute(reader) if self._recomputes else reader
         state, change = cache.state, not torch.is_grad_enabled()
@@ -220,6 +232,8 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         return y if whole else vectors
 
     def _logits(self, y: Tensor) -> Tensor:
+        if self.core.head is None and self._spread:
+            y = y.to(self.core.embedding.weight.device)
         outputs = self.core._logits(y)
         return logistic_mixture.log_probs(outputs) if isinstance(head_of(self.core), Mixture) else outputs
 

@@ -30,7 +30,7 @@ def gathered(blocks: Iterable[nn.Module]) -> Iterator[None]:
         for part in block.modules()  # adapters, and what checkpointing wraps, have groups of their own
         if isinstance(part, FSDPModule)
     ]
-    if sharded and torch.is_grad_enabled():
+    if sharded and torch.is_grad_enabled():  # backward would find them freed
         refuse("use_cache", True, "False where FSDP has sharded the model and gradients are computed")
     for part in sharded:
         part.unshard()
