@@ -109,9 +109,7 @@ class SubquadPreTrainedModel(PreTrainedModel):
                 raise ValueError(f"{pretrained_model_name_or_path} does not fit its config: it {what} {some}")
         places = set(getattr(model, "hf_device_map", {}).values())
         if "disk" in places or ("cpu" in places and len(places) > 1):
-            accepted = (
-                "GPUs, or the CPU alone: layers read several weights at once, so none can be offloaded"
-            )
+            accepted = "GPUs, or the CPU alone: layers read several weights at once, so none can be offloaded"
             refuse("device_map", model.hf_device_map, accepted)
         restore(model)
         return (model, info) if given else model
