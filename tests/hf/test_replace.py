@@ -401,6 +401,27 @@ def test_a_replaced_model_trains(tmp_path: Path) -> None:
     assert loaded.generate(tokens, max_new_tokens=6, do_sample=False)[0].tolist() == (torch.arange(12) % 5 + 1).tolist()
 
 
+def test_lora_on_a_replaced_layer(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    model, tokens = made("llama").eval(), torch.arange(24)[None]
+    subquad.hf.replace(model, layers=[1], mechanism="linear")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        plain = adapted(tokens).logits
+        for name, parameter in adapted.named_parameters():
+            if "mixer" in name and "lora_B" in name:
+                parameter.normal_(std=0.3)
+        logits = adapted(tokens).logits
+        assert not torch.allclose(logits, plain)
+        with adapted.disable_adapter():
+            assert torch.equal(adapted(tokens).logits, plain)
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+        merged.save_pretrained(tmp_path)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, merged(tokens).logits)
+
+
 @pytest.mark.parametrize("mechanism", ["linear", "gated_deltanet"])
 def test_an_exact_window_beside_a_mechanism(tmp_path: Path, mechanism: str) -> None:
     """At first it is the window alone; then the sum of both, in the same steps, saved and loaded."""

@@ -189,7 +189,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
     @property
     def _spread(self) -> bool:
         """Whether the model is on several devices: then accelerate moves the input of a block when it is called."""
-        return len(set(getattr(self, "hf_device_map", {}).values())) > 1
+        return len(set(vars(self).get("hf_device_map", {}).values())) > 1
 
     @property
     def _divided(self) -> bool:
