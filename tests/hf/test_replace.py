@@ -401,6 +401,7 @@ def test_a_replaced_model_trains(tmp_path: Path) -> None:
     assert loaded.generate(tokens, max_new_tokens=6, do_sample=False)[0].tolist() == (torch.arange(12) % 5 + 1).tolist()
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # PEFT asks by this name
 def test_lora_on_a_replaced_layer(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     model, tokens = made("llama").eval(), torch.arange(24)[None]
