@@ -353,6 +353,23 @@ def test_masks_are_not_ignored() -> None:
         model(tokens, head_mask=torch.ones(4))
 
 
+def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model, tokens, folder = made("llama").eval(), torch.arange(9)[None], str(tmp_path / "disk")
+    subquad.hf.replace(model, layers=[1], mechanism="mamba2")
+    model.save_pretrained(tmp_path)
+    parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+    for away, works in (("model.layers.0", True), ("model.layers.1", False)):
+        places = {part: "disk" if part == away else "cpu" for part in parts}
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=folder)
+        if works:
+            with torch.no_grad():
+                torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+        else:
+            with pytest.raises(ValueError, match="layer 1, replaced by Mamba2, reads several weights at once"):
+                loaded(tokens)
+
+
 def test_what_cannot_be_replaced_says_so() -> None:
     model = made("llama")
     with pytest.raises(ValueError, match="2 is not one of the layers 0 to 1"):
