@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     BertConfig,
+    DataCollatorWithFlattening,
     DynamicCache,
     StaticCache,
     T5Config,
@@ -233,6 +234,35 @@ def test_cu_seqlens_alone_are_refused() -> None:
             ours(tokens, **how | also)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch.compile, after a graph break
+def test_a_pack_of_one_sequence() -> None:
+    """As the last batch of a collator may be; compiled models mark it as packed."""
+    ours, _ = pair("llama", NAMES[0])
+    tokens, _ = draw(1, 12, "none", seed=4)
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = dict(collate([{"input_ids": tokens[0].tolist()}])) | {"labels": None}
+    for model in (ours, torch.compile(ours, backend="eager")):
+        close(model(**batch, use_cache=False).logits, ours(tokens).logits)
+
+
+def test_segments_are_read_only_if_there_are_several() -> None:
+    pattern, device = PATTERNS[0], torch.device("cpu")
+    for size in (1, 5, 40):
+        shape, none = (3, 1, size, size), torch.zeros(1, size, dtype=torch.int64)
+        plain, same = (
+            masks.make_mask(pattern, masks.Form(True, None, segments), shape, 0, 0, None, device)
+            for segments in (None, none)
+        )
+        assert not same.packed
+        assert str(same) == str(plain)
+    some = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1]])
+    mask = masks.make_mask(pattern, masks.Form(True, None, some), (2, 1, 5, 5), 0, 0, None, device)
+    assert mask.packed
+    assert mask.sequences is not None
+    assert mask.sequences.lengths.tolist() == [5, 3, 2]
+    assert mask.sequences.place.tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 0, 1]]
+
+
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_bert(side: str) -> None:
     for pattern, name in zip(PATTERNS, NAMES, strict=True):
@@ -445,8 +475,10 @@ def test_training_under_compile() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # older ones know it only
-def test_gradient_checkpointing() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool) -> None:
     ours, _ = pair("llama", NAMES[0])
+    ours.enable_input_require_grads()  # without it, a re-entrant checkpoint of the first layer has no gradients
     tokens, real = draw(2, 20, "left", seed=2)
     grads = []
     for _ in range(2):
@@ -454,7 +486,7 @@ def test_gradient_checkpointing() -> None:
         ours(tokens, attention_mask=real, labels=tokens).loss.backward()
         grads.append([p.grad.clone() for p in ours.parameters()])
         ours.train()
-        ours.gradient_checkpointing_enable()
+        ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for a, b in zip(*grads, strict=True):
         close(a, b)
 

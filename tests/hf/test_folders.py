@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,13 +25,14 @@ from transformers import (
     AutoModelForTokenClassification,
     AutoTokenizer,
 )
+from transformers.utils import PushToHubMixin
 
 import subquad
 from subquad.cli import app
 from subquad.hf import SubquadConfig, SubquadForCausalLM, byte_tokenizer, convert, unwrap, wrap
 from subquad.models import Classifier, LanguageModel, Matcher
 from subquad.models.saving import restore
-from tests.hf.tiny import KINDS, VOCAB, make, padded
+from tests.hf.tiny import KINDS, VOCAB, make, padded, saved
 
 CLASSIFIERS: list[dict[str, Any]] = [
     {"mechanism": "nystrom", "pooling": "mean"},
@@ -285,6 +288,50 @@ def test_models_of_frames_and_of_other_outputs_are_refused_by_name(tmp_path: Pat
         wrap(LanguageModel(vocab=5, dim=8, depth=1, heads=2, outputs=3))
     with pytest.raises(ValueError, match=r"features=5 cannot work: .* use subquad\.load"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path)
+
+
+def test_what_goes_to_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`push_to_hub`, up to the network: a folder that both sides read, with its digest and a card."""
+    sent, model = tmp_path / "sent", make("constant")
+
+    def send(_: Any, folder: str, *__: Any, **___: Any) -> None:
+        shutil.copytree(folder, sent)
+
+    monkeypatch.setattr(PushToHubMixin, "_upload_modified_files", send)
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **__: SimpleNamespace(repo_id="me/model"))
+    monkeypatch.setattr(ModelCard, "load", lambda *_, **__: ModelCard("---\ntags: []\n---\n"))
+    wrap(model).push_to_hub("me/model")
+    assert {path.name for path in sent.iterdir()} == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors"
+    }  # fmt: skip
+    config = json.loads((sent / "config.json").read_text())
+    assert "sha256" in config
+    assert "auto_map" not in config  # no remote code
+    assert "subquad" in ModelCard(sent.joinpath("README.md").read_text()).data.to_dict()["tags"]
+    ids = torch.randint(VOCAB, (1, 9))
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(sent)(ids).logits, model(ids))
+        assert torch.equal(subquad.load(sent).eval()(ids), model(ids))
+
+
+def test_the_places_of_layers(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model, ids, how = make("hybrid"), torch.randint(VOCAB, (2, 9)), {"offload_folder": str(tmp_path / "disk")}
+    folder = saved(model, tmp_path / "model")
+    wanted = model.generate(ids, 3, temperature=0)
+    parts = ("embedding", *(f"transformer.blocks.{n}" for n in range(3)), "transformer.norm", "head")
+    places: Any
+    for places in ("auto", "cpu", dict.fromkeys(parts, "cpu")):
+        theirs = AutoModelForCausalLM.from_pretrained(folder, device_map=places)
+        assert torch.equal(theirs.generate(ids, max_new_tokens=3, do_sample=False)[:, 9:], wanted)
+    for places in ({"": "disk"}, {**dict.fromkeys(parts, "cpu"), "transformer.blocks.1": "disk"}):
+        with pytest.raises(ValueError, match=r"device_map=.* cannot work: accepted is GPUs, or the CPU alone"):
+            AutoModelForCausalLM.from_pretrained(folder, device_map=places, **how)
+    theirs.hf_device_map = {"embedding": 0, "transformer": 1, "head": 1}
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, model(ids))  # without a cache, unless it is asked for
+    with pytest.raises(ValueError, match="accepted is one device to generate with a cache; or use_cache=False"):
+        theirs.generate(ids, max_new_tokens=3)
 
 
 def test_older_folders_still_load_and_convert_makes_them_new(tmp_path: Path) -> None:

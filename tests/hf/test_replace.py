@@ -353,6 +353,23 @@ def test_masks_are_not_ignored() -> None:
         model(tokens, head_mask=torch.ones(4))
 
 
+def test_offloaded_layers_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model, tokens, folder = made("llama").eval(), torch.arange(9)[None], str(tmp_path / "disk")
+    subquad.hf.replace(model, layers=[1], mechanism="mamba2")
+    model.save_pretrained(tmp_path)
+    parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+    for away, works in (("model.layers.0", True), ("model.layers.1", False)):
+        places = {part: "disk" if part == away else "cpu" for part in parts}
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=folder)
+        if works:
+            with torch.no_grad():
+                torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+        else:
+            with pytest.raises(ValueError, match="layer 1, replaced by Mamba2, reads several weights at once"):
+                loaded(tokens)
+
+
 def test_what_cannot_be_replaced_says_so() -> None:
     model = made("llama")
     with pytest.raises(ValueError, match="2 is not one of the layers 0 to 1"):
@@ -399,6 +416,28 @@ def test_a_replaced_model_trains(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     tokens = rows[0]["input_ids"][None, :6]
     assert loaded.generate(tokens, max_new_tokens=6, do_sample=False)[0].tolist() == (torch.arange(12) % 5 + 1).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # PEFT asks by this name
+def test_lora_on_a_replaced_layer(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    model, tokens = made("llama").eval(), torch.arange(24)[None]
+    subquad.hf.replace(model, layers=[1], mechanism="linear")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        plain = adapted(tokens).logits
+        for name, parameter in adapted.named_parameters():
+            if "mixer" in name and "lora_B" in name:
+                parameter.normal_(std=0.3)
+        logits = adapted(tokens).logits
+        assert not torch.allclose(logits, plain)
+        with adapted.disable_adapter():
+            assert torch.equal(adapted(tokens).logits, plain)
+        merged = adapted.merge_and_unload()
+        torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+        merged.save_pretrained(tmp_path)
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, merged(tokens).logits)
 
 
 @pytest.mark.parametrize("mechanism", ["linear", "gated_deltanet"])

@@ -157,7 +157,9 @@ class Registered(NamedTuple):
             refuse(self.name, f"{T} queries and {S} keys in {type(module).__name__}, which is neither causal nor cross")
         elif theirs.get("sliding_window") is not None and mask.window is None:
             refuse(self.name, f"sliding_window={theirs['sliding_window']} and a mask without a window")
-        if not mask.packed and any(theirs.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx")):
+        ends, number = theirs.get("cu_seq_lens_q"), theirs.get("seq_idx")
+        several = number is not None if ends is None else (B, ends.numel()) != (1, 2)  # a pack may be of one sequence
+        if several and not mask.packed:
             refuse(
                 self.name,
                 "cu_seq_lens or seq_idx alone",

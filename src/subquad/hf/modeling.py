@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutput,
@@ -23,6 +24,7 @@ from subquad.hf.cache import LayerState, SubquadCache, check_cache, in_words
 from subquad.hf.configuration import SubquadConfig
 from subquad.hf.padding import Layout, last_padding, real_columns, to_columns
 from subquad.hf.pretrained import SubquadPreTrainedModel
+from subquad.hf.sharding import gathered, keep_whole
 from subquad.models import Classifier, ClassifierConfig, LanguageModel, Model, logistic_mixture
 from subquad.models.decoding import Mixture, Recompute, head_of, work_of
 from subquad.models.footprint import Rooms
@@ -132,11 +134,11 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
 
         attention_mask   ones and zeros, with padding on either side; with a cache, of its columns too
         past_key_values  a cache that `make_cache` made; it is advanced
-        use_cache        None: if not training and without labels
+        use_cache        None: if not training, without labels, on one device
         logits           of the last column, even if it is padding: those after the row's last token
         """
         if use_cache is None:
-            use_cache = bool(self.config.use_cache) and not self.training and labels is None
+            use_cache = bool(self.config.use_cache) and not self.training and labels is None and not self._divided
         cache = past_key_values
         if cache is None and use_cache:
             cache = self.make_cache()
@@ -145,6 +147,8 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         ids, layout = self._read_arguments(
             input_ids, attention_mask, position_ids, inputs_embeds, output_attentions, cache
         )
+        if self.core.head is None:
+            keep_whole(self.core.embedding)
         with self._recorded(output_hidden_states) as seen:
             if seen is not None and cache is not None and cache.columns:
                 refuse("output_hidden_states", True, "False with a cache; or use_cache=False")
@@ -183,6 +187,17 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         return any(block.mixer.traits.state is None for block in self._stack.blocks)
 
     @property
+    def _spread(self) -> bool:
+        """Whether the model is on several devices: then accelerate moves the input of a block when it is called."""
+        return len(set(vars(self).get("hf_device_map", {}).values())) > 1
+
+    @property
+    def _divided(self) -> bool:
+        """Whether the blocks are where only their forward finds them."""
+        sharded = isinstance(self._stack.blocks[0], FSDPModule) and torch.is_grad_enabled()
+        return sharded or self._spread
+
+    @property
     def _cached_layers(self) -> int:
         return 1 if self._recomputes else len(self._stack.blocks)
 
@@ -194,7 +209,7 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
             y = reader(ids, lengths)
             if cache is None:
                 return cast(Tensor, y)
-        if len(set(getattr(self, "hf_device_map", {0: 0}).values())) > 1:
+        if self._spread:
             refuse("device_map", self.hf_device_map, "one device to generate with a cache; or use_cache=False")
         decoder = Recompute(reader) if self._recomputes else reader
         state, change = cache.state, not torch.is_grad_enabled()
@@ -205,7 +220,8 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         else:
             read = functools.partial(decoder.prefill, ids, lengths=lengths, state=state)
         work = work_of(self.core, () if state is None else state, ids.numel())
-        vectors, after = run_small(work, read) if change else read()
+        with gathered(self._stack.blocks):
+            vectors, after = run_small(work, read) if change else read()
         if single:
             vectors = vectors[:, None]
         elif change:
@@ -216,6 +232,8 @@ class SubquadForCausalLM(SubquadPreTrainedModel, GenerationMixin):
         return y if whole else vectors
 
     def _logits(self, y: Tensor) -> Tensor:
+        if self.core.head is None and self._spread:
+            y = y.to(self.core.embedding.weight.device)
         outputs = self.core._logits(y)
         return logistic_mixture.log_probs(outputs) if isinstance(head_of(self.core), Mixture) else outputs
 

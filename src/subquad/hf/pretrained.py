@@ -20,6 +20,7 @@ from subquad.models.blocks import settled
 from subquad.models.embedding import Embedding
 from subquad.models.saving import CONFIG, WEIGHTS, describe, restore, seal, verify
 from subquad.ops.lengths import shape_of
+from subquad.training.distributed import blocks_of
 
 
 class SubquadPreTrainedModel(PreTrainedModel):
@@ -54,6 +55,17 @@ class SubquadPreTrainedModel(PreTrainedModel):
             for module in self.modules():
                 module._is_hf_initialized = True  # our constructors drew the weights
         self.post_init()
+        self._plan_shards()
+
+    def _plan_shards(self) -> None:
+        """Which modules FSDP gathers one by one."""
+        plan = dict(self.fsdp_plan or {})
+        if not blocks_of(self.core):
+            self._no_split_modules = []
+            plan = {name: how for name, how in plan.items() if not name.endswith("blocks.*")}
+        if self.config.tie_word_embeddings:  # the head reads it too, so it belongs to the model's own group
+            plan.pop("embedding", None)
+        self._fsdp_plan = plan
 
     def _check_parsed(self, parsed: Any) -> None:
         """Refuse a model whose inputs or outputs this class cannot pass on."""
@@ -95,6 +107,10 @@ class SubquadPreTrainedModel(PreTrainedModel):
             if names:
                 some = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
                 raise ValueError(f"{pretrained_model_name_or_path} does not fit its config: it {what} {some}")
+        places = set(getattr(model, "hf_device_map", {}).values())
+        if "disk" in places or ("cpu" in places and len(places) > 1):
+            accepted = "GPUs, or the CPU alone: layers read several weights at once, so none can be offloaded"
+            refuse("device_map", model.hf_device_map, accepted)
         restore(model)
         return (model, info) if given else model
 

@@ -308,7 +308,7 @@ class Replacement(nn.Module):
         past_key_values: Cache | None = None,
         **theirs: Any,
     ) -> tuple[Tensor, None]:
-        self._check(attention_mask, theirs)
+        self._check(hidden_states, attention_mask, theirs)
         batch, T, _ = hidden_states.shape
         layer = None if past_key_values is None else self._layer(past_key_values)
         seen = 0 if layer is None else layer.columns
@@ -352,8 +352,12 @@ class Replacement(nn.Module):
         cache.layers[self.layer_idx] = new = MixerLayer(type(self.mixer).__name__, in_words(self.mixer), False)
         return new
 
-    def _check(self, mask: Any, theirs: dict[str, Any]) -> None:
+    def _check(self, x: Tensor, mask: Any, theirs: dict[str, Any]) -> None:
         name = f"layer {self.layer_idx}, replaced by {type(self.mixer).__name__},"
+        weight = next(self.mixer.parameters(), x)
+        if weight.is_meta and not x.is_meta:
+            accepted = "GPUs, or the CPU alone, in device_map"
+            raise ValueError(f"{name} reads several weights at once, so none can be offloaded: accepted are {accepted}")
         for key, value in theirs.items():
             if key not in FOR_OTHERS and value is not None:
                 raise ValueError(f"{name} cannot work with the argument {key}")

@@ -51,7 +51,8 @@ def check_tokens(mix: Mixer, x: Tensor, name: str = "x") -> None:
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device}: this module is on {like.device}")
     cast = autocasts(x.device) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if x.dtype != like.dtype and not cast:
+    gathered = x.dtype != like.dtype and x.dtype in {p.dtype for p in mix.parameters()}  # by FSDP with mixed precision
+    if x.dtype != like.dtype and not (cast or gathered):
         raise ValueError(f"{name} has dtype {x.dtype}: this module computes in {like.dtype}")
     limit = mix.options.max_length
     if limit is not None and mix.traits.fixed_length and (size := ranks.whole_length(x.shape[1])) > limit:

@@ -44,10 +44,13 @@ def clean_frames(
 
 
 def check_type(x: Tensor, like: Tensor, name: str) -> None:
-    """Refuse a type or device other than the weight's, unless autocast converts it."""
+    """Refuse a type or device other than the weight's, unless autocast or FSDP converts it."""
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device}: this model is on {like.device}")
-    if x.dtype != like.dtype and not (x.dtype in FLOATS and autocasts(x.device)):
+    if x.dtype == like.dtype:
+        return
+    sharded = hasattr(like, "device_mesh")  # FSDP with mixed precision gathers weights in another type
+    if x.dtype not in FLOATS or not (autocasts(x.device) or sharded):
         raise ValueError(f"{name} has dtype {x.dtype}: this model computes in {like.dtype}")
 
 
