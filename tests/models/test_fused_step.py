@@ -1,5 +1,6 @@
 """The step in few operations: it is the usual step, and blocks that are built otherwise take that one."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from subquad import LanguageModel
-from subquad.models import fused_step, language_model
+from subquad.models import blocks, fused_step, language_model, transformer
 from subquad.models.state import leaves, map_state
 from subquad.ops.feed_forward import feed_forward
 
@@ -93,6 +94,16 @@ def test_many_rows_take_products_of_a_library(kind: str, monkeypatch: pytest.Mon
     compare(make(**KINDS[kind]), steps=5)
     assert len(made) == 5 * 3
     assert None not in made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_both_kinds_follow_each_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One leaves a branch to be added by the next one, as on a GPU; another takes the whole stream."""
+    for module in (blocks, transformer):
+        monkeypatch.setattr(module, "fuses", lambda *_: True)
+    turns = itertools.cycle((True, False, False, True))
+    monkeypatch.setattr(fused_step, "many", lambda *_: next(turns))
+    compare(make(**KINDS[kind]), steps=3)
 
 
 class Wrapped(nn.Linear):

@@ -255,6 +255,7 @@ class Block(nn.Module):
                     stream, y, state = mixing
                     return self._fed(stream, y, self.mixer_residual, self.ff_residual.leave), state
             else:
+                stream = settled(stream)  # another kind of block may have left it with a branch yet to be added
                 fused = fused_step.mix(self, stream[0], state, turns, late)
                 if fused is not None:
                     x, state, fed = fused
