@@ -51,7 +51,7 @@ def count_states(checkpoint: bool | int, length: int) -> int:
     return group.sent["states"]
 
 
-@pytest.mark.parametrize("checkpoint, forwards", [(False, 6), (True, 12), (3, 15)])
+@pytest.mark.parametrize(("checkpoint", "forwards"), [(False, 6), (True, 12), (3, 15)])
 def test_blocks_that_are_computed_again_send_again(checkpoint: bool | int, forwards: int) -> None:
     """Six blocks; of three groups the first has three, two of which are computed again twice, and the second two."""
     once = traffic(build("linear", dim=16, heads=4, causal=True), Call(2, 32, 2, 4)) / 2  # forward or backward
