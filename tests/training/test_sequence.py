@@ -125,9 +125,12 @@ def test_the_same_positions_drop_out(folder: Path) -> None:
 
 
 def test_a_run_over_two_ranks_resumes_on_four_and_on_one(folder: Path) -> None:
+    begun = (folder / "cut_1" / "metrics.jsonl").read_text()
+    assert begun.count("\n") >= 4
     _run(folder, "cut_1", "drops", {"checkpoint_every": 2, "sequence": 1, "resume": True})
-    assert_close_run(folder / "cut_1", folder / "alone_drops")
-    assert_close_run(folder / "cut_4", folder / "alone_drops")
+    for name in ("cut_1", "cut_4"):
+        assert_close_run(folder / name, folder / "alone_drops")
+        assert (folder / name / "metrics.jsonl").read_text().startswith(begun)  # with its times: nothing ran again
 
 
 def test_what_cannot_be_split_is_named_before_a_folder_is_written(tmp_path: Path, monkeypatch: Any) -> None:
