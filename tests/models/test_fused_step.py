@@ -148,6 +148,16 @@ def test_what_others_changed_is_respected(
     compare(model)
 
 
+@pytest.mark.parametrize("change", [replace, hook, patch])
+def test_one_kernel_of_a_feed_forward_respects_it_too(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "pays", lambda *_: True)
+    model, tokens = make(mechanism="linear", activation="gelu"), torch.randint(20, (3, 6))
+    change(model)
+    with torch.no_grad():
+        _, state = model.prefill(tokens[:, :-1])
+        torch.testing.assert_close(model.step(tokens[:, -1], state)[0], model(tokens)[:, -1], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
