@@ -17,15 +17,15 @@ def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     stream and its random numbers are what they were; torch would leave the recording stream current, and a generator
     that waits for the recording to end.
     """
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    unused = generator.clone_state()
-    try:
-        with (
-            _turn,
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, capture_error_mode="thread_local"),
-        ):
-            yield
-    except BaseException:
-        generator.graphsafe_set_state(unused)
-        raise
+    with _turn:  # first of all: while another thread records, the generator's state is that of a recording
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        unused = generator.clone_state()
+        try:
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
+                yield
+        except BaseException:
+            generator.graphsafe_set_state(unused)
+            raise

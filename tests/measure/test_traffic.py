@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from subquad import build, ranks
+from subquad import LanguageModel, build, ranks
 from subquad.measure.traffic import FORMULAS, Call, ring, softmax, traffic
 from tests.together import together
 
@@ -41,6 +41,22 @@ def test_ranks_send_what_the_formula_says(name: str, world: int) -> None:
         formula = traffic(mix, Call(2, length, world, 4))
         assert sum(together(world).run(count, name, length)) == formula
     assert (formula == traffic(mix, Call(2, 32, world, 4))) == (mechanism not in LONGER)
+
+
+def count_states(checkpoint: bool | int, length: int) -> int:
+    model = LanguageModel(vocab=11, dim=16, depth=6, heads=4, mechanism="linear", checkpoint=checkpoint)
+    tokens = torch.randint(11, (2, length // dist.get_world_size()))
+    with ranks.sequence_parallel(dist.group.WORLD) as group:
+        model.loss(tokens).backward()
+    return group.sent["states"]
+
+
+@pytest.mark.parametrize(("checkpoint", "forwards"), [(False, 6), (True, 12), (3, 15)])
+def test_blocks_that_are_computed_again_send_again(checkpoint: bool | int, forwards: int) -> None:
+    """Six blocks; of three groups the first has three, two of which are computed again twice, and the second two."""
+    once = traffic(build("linear", dim=16, heads=4, causal=True), Call(2, 32, 2, 4)) / 2  # forward or backward
+    for length in (32, 64):
+        assert sum(together(2).run(count_states, checkpoint, length)) == once * (forwards + 6)
 
 
 def test_ring_attention_sends_as_much_as_an_all_gather() -> None:

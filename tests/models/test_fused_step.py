@@ -1,5 +1,6 @@
 """The step in few operations: it is the usual step, and blocks that are built otherwise take that one."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from subquad import LanguageModel
-from subquad.models import fused_step, language_model
+from subquad.models import blocks, fused_step, language_model, transformer
 from subquad.models.state import leaves, map_state
 from subquad.ops.feed_forward import feed_forward
 
@@ -95,6 +96,16 @@ def test_many_rows_take_products_of_a_library(kind: str, monkeypatch: pytest.Mon
     assert None not in made
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_both_kinds_follow_each_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One leaves a branch to be added by the next one, as on a GPU; another takes the whole stream."""
+    for module in (blocks, transformer):
+        monkeypatch.setattr(module, "fuses", lambda *_: True)
+    turns = itertools.cycle((True, False, False, True))
+    monkeypatch.setattr(fused_step, "many", lambda *_: next(turns))
+    compare(make(**KINDS[kind]), steps=3)
+
+
 class Wrapped(nn.Linear):
     """As LoRA does it."""
 
@@ -114,12 +125,19 @@ def hook(model: Any) -> None:
             module.register_forward_hook(lambda *given: given[2] * 0.9)
 
 
+def patch(model: Any) -> None:
+    """As accelerate does it, to fetch weights from elsewhere."""
+    for module in model.modules():
+        if type(module) in (nn.Linear, nn.LayerNorm):
+            module.forward = lambda x, own=module.forward: own(x) * 0.9
+
+
 def turn(model: Any) -> None:
     model.transformer.blocks[1].mixer.turn = lambda q, k, _: (k, q)
 
 
 @pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("change", [replace, hook, turn])
+@pytest.mark.parametrize("change", [replace, hook, patch, turn])
 @pytest.mark.parametrize("mechanism", ["linear", "softmax"])
 def test_what_others_changed_is_respected(
     change: Any, mechanism: str, many: bool, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +146,16 @@ def test_what_others_changed_is_respected(
     model = make(mechanism=mechanism)
     change(model)
     compare(model)
+
+
+@pytest.mark.parametrize("change", [replace, hook, patch])
+def test_one_kernel_of_a_feed_forward_respects_it_too(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "pays", lambda *_: True)
+    model, tokens = make(mechanism="linear", activation="gelu"), torch.randint(20, (3, 6))
+    change(model)
+    with torch.no_grad():
+        _, state = model.prefill(tokens[:, :-1])
+        torch.testing.assert_close(model.step(tokens[:, -1], state)[0], model(tokens)[:, -1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -198,6 +198,18 @@ def test_gates_without_gradients_of_the_last_state(
 
 
 @interpreted
+def test_calls_with_other_types_are_of_another_kind() -> None:
+    """A feature map of the caller's may give q and k another type than v has."""
+    from subquad.ops.linear.launches_triton import Call
+    from subquad.ops.linear.spec import Inputs, Spec
+
+    q, k, v = (torch.randn(1, 20, 1, 16) for _ in range(3))
+    spec, halves = Spec(True, "identity", False, True, 1e-6), (torch.float32, torch.float16, torch.bfloat16)
+    given = [(q, k.to(kind), v.to(other)) for kind in halves for other in halves]
+    assert len({Call(Inputs(*x), spec).kind for x in given}) == len(given)
+
+
+@interpreted
 @pytest.mark.parametrize("keys", [20, 33])
 def test_padded_keys_through_the_dispatcher(keys: int) -> None:
     """key_lengths pads the keys alone, also where there happen to be as many queries."""

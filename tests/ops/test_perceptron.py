@@ -45,6 +45,16 @@ def test_it_has_no_more_error_than_torch(
 
 
 @interpreted
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_vector_is_a_row(pieces: int) -> None:
+    x, *weights = (torch.randn(shape).half() for shape in ((4,), (16, 4), (16,), (4, 16), (4,)))
+    alone = results([x, *weights], x, pieces=pieces, impl="triton")
+    row = results([x[None], *weights], x[None], pieces=pieces, impl="triton")
+    for a, b in zip(alone, row, strict=True):
+        assert torch.equal(a, b.view(a.shape))
+
+
+@interpreted
 def test_pieces_keep_only_what_goes_in_and_a_checkpoint_does_not_compute_them_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

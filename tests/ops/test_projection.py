@@ -83,6 +83,10 @@ def test_it_replaces_layers_that_nobody_watches(monkeypatch: pytest.MonkeyPatch)
         handle = getattr(layer, watch)(lambda *_: None)
         assert not module.replaces(x, layer)
         handle.remove()
+    layer.forward = nn.Identity().forward  # type: ignore[method-assign]
+    assert not module.replaces(x, layer)
+    del layer.forward
+    assert module.replaces(x, layer)
     assert not module.replaces(torch.ones(2, 4).bfloat16(), layer)
 
 

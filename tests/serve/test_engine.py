@@ -196,6 +196,16 @@ def test_beside_many_streams_prompts_are_read_together(monkeypatch: pytest.Monke
     assert (engine.stats.running, engine.stats.queued) == (5, 0)
     submit(1)
     assert engine.stats.queued == 1
+    submit(2)
+    assert (engine.stats.running, engine.stats.queued) == (8, 0)
+    engine.cancel(0)
+    submit(1)  # there is no room for more
+    assert (engine.stats.running, engine.stats.queued) == (8, 0)
+    engine.cancel(1)
+    engine.cancel(2)
+    engine.turn()
+    submit(1)
+    assert (engine.stats.running, engine.stats.queued) == (6, 1)
     monkeypatch.setattr(serve_engine, "GATHER", 0.0)
     engine.turn()
     assert engine.stats.queued == 0

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +38,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "fsdp_2": {"parallel": "fsdp", "sequence": 2, "micro_batch": 2},
     "ddp_4": {"parallel": "ddp", "sequence": 2},  # two shares of the examples
     "fsdp_4": {"parallel": "fsdp", "sequence": 4},
+    "fsdp_shares_4": {"parallel": "fsdp", "sequence": 2},
 }
 
 
@@ -123,9 +125,12 @@ def test_the_same_positions_drop_out(folder: Path) -> None:
 
 
 def test_a_run_over_two_ranks_resumes_on_four_and_on_one(folder: Path) -> None:
+    begun = (folder / "cut_1" / "metrics.jsonl").read_text()
+    assert begun.count("\n") >= 4
     _run(folder, "cut_1", "drops", {"checkpoint_every": 2, "sequence": 1, "resume": True})
-    assert_close_run(folder / "cut_1", folder / "alone_drops")
-    assert_close_run(folder / "cut_4", folder / "alone_drops")
+    for name in ("cut_1", "cut_4"):
+        assert_close_run(folder / name, folder / "alone_drops")
+        assert (folder / name / "metrics.jsonl").read_text().startswith(begun)  # with its times: nothing ran again
 
 
 def test_what_cannot_be_split_is_named_before_a_folder_is_written(tmp_path: Path, monkeypatch: Any) -> None:
@@ -153,6 +158,11 @@ def test_parts_of_every_task_are_the_whole() -> None:
         Music().part({}, 0, 2)
 
 
+def _die(out: Path) -> None:
+    (out / "died").touch()
+    os._exit(9)
+
+
 def _survive(rank: int, out: Path) -> None:
     """Rank 1 dies in the middle of a backward; what becomes of the other is its exit code."""
     torch.set_num_threads(1)
@@ -161,7 +171,7 @@ def _survive(rank: int, out: Path) -> None:
 
     def die_at_step_four(self: Any, feed: Any, seconds: float) -> None:
         if self.step == 4 and rank == 1:
-            ranks.exchanges.Prefix.backward = staticmethod(lambda *_: os._exit(9))  # type: ignore[assignment]
+            ranks.exchanges.Prefix.backward = staticmethod(lambda *_: _die(out))  # type: ignore[assignment]
         update(self, feed, seconds)
 
     loop_module.Run._update = die_at_step_four  # type: ignore[method-assign]
@@ -177,3 +187,4 @@ def test_a_rank_that_dies_ends_the_others(folder: Path, tmp_path: Path) -> None:
     for process in members:
         process.join(120)
     assert [process.exitcode for process in members] == [7, 9]
+    assert time.time() - (tmp_path / "died").stat().st_mtime < 30

@@ -19,12 +19,14 @@ from subquad.models.config import MixerConfig, TransformerConfig
 from subquad.models.dropout import Dropout
 from subquad.models.taps import Recent, Taps
 from subquad.ops.feed_forward import Activation, feed_forward, pays
+from subquad.ops.impl import watched
 from subquad.ops.layer_norm import LayerNorm, Norm, add_norm, fuses
 from subquad.ops.lengths import zero_padding
 from subquad.ops.perceptron import perceptron
 from subquad.ops.precision import autocasts
 from subquad.ops.projection import project, replaces
 from subquad.ops.rotary import Turns
+from subquad.ops.row_linear import plain
 
 Stream = tuple[Tensor, ...]
 Write = Callable[[Stream, Tensor], Stream]
@@ -255,6 +257,7 @@ class Block(nn.Module):
                     stream, y, state = mixing
                     return self._fed(stream, y, self.mixer_residual, self.ff_residual.leave), state
             else:
+                stream = settled(stream)  # another kind of block may have left it with a branch yet to be added
                 fused = fused_step.mix(self, stream[0], state, turns, late)
                 if fused is not None:
                     x, state, fed = fused
@@ -276,8 +279,8 @@ class Block(nn.Module):
     def _feed(self, stream: Stream) -> Stream:
         """The feed-forward of one token on its residual; for many rows without gradients, in one fused kernel."""
         ff, residual = self.ff, self.ff_residual
-        usual = paired(stream) or self.training or ff.gated
-        usual = usual or not type(ff.inner) is type(ff.out) is nn.Linear  # LoRA, for example, replaces them
+        usual = paired(stream) or self.training or ff.gated or watched(ff) or watched(residual.norm)
+        usual = usual or not (plain(ff.inner) and plain(ff.out))
         if usual or not pays(stream[0], ff.inner.weight):
             fed = None if paired(stream) else fused_step.feed(stream[0], ff, residual)
             if fed is not None:

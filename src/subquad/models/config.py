@@ -152,7 +152,7 @@ class TransformerConfig(Config):
             if kept < least:
                 refuse("checkpoint", kept, f"a bool, or at least {least} with depth={self.depth}")
         if self.reversible and self.checkpoint:
-            refuse("checkpoint", True, "False with reversible=True, which recomputes every block already")
+            refuse("checkpoint", self.checkpoint, "False with reversible=True, which recomputes every block already")
 
     def mixer_of(self, layer: int) -> MixerConfig:
         return self.mechanism[layer % len(self.mechanism)]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from subquad.mechanisms.attention import Attention, Heads
 from subquad.mechanisms.checking import check_state
 from subquad.ops.feed_forward import Mixed, feed_forward, pays
+from subquad.ops.impl import watched
 from subquad.ops.rotary import Turns
-from subquad.ops.row_linear import MANY, Activation, Norm, norm_of, normalise, plain, row_linear, watched
+from subquad.ops.row_linear import MANY, Activation, Norm, norm_of, normalise, plain, row_linear
 
 
 def mix(block: Any, x: Tensor, state: Any, turns: Turns | None, late: list[Tensor]) -> tuple[Tensor, Any, bool] | None:

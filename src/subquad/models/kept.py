@@ -98,7 +98,9 @@ def stamp(model: nn.Module) -> Hashable:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction, torch.backends.cudnn.allow_tf32,
     ]  # fmt: skip
     for module in model.modules():
-        parts.append((id(module), type(module), len(module._forward_hooks), len(module._forward_pre_hooks)))
+        forward = module.__dict__.get("forward")  # in place of its own
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        parts.append((id(module), type(module), id(forward), *hooks))
         for tensors in (module._parameters, module._buffers):
             parts += [_stamp(tensor) for tensor in tensors.values() if tensor is not None]
     return tuple(parts)

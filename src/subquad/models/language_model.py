@@ -14,7 +14,7 @@ from subquad.models.inputs import batch_size, length_of
 from subquad.models.loss import Reduction, cross_entropy, head_cross_entropy, mean_over_ranks, shift, shift_part
 from subquad.models.saving import Model
 from subquad.models.transformer import State, Transformer
-from subquad.ops.row_linear import MANY, norm_of, row_linear
+from subquad.ops.row_linear import MANY, norm_of, plain, row_linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,11 +133,10 @@ class LanguageModel(Model):
         return (row_linear(y, *layer, norm=norm) if fuses and layer is not None else self._logits(y)), state
 
     def _plain_head(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of the output layer; None if it was replaced or has hooks."""
+        """Weight and bias of the output layer; None if it was replaced or is watched."""
         if self.head is None:
             return self.embedding.weight, None
-        hooks = self.head._forward_hooks or self.head._forward_pre_hooks or self.head._backward_hooks
-        return None if type(self.head) is not nn.Linear or hooks else (self.head.weight, self.head.bias)
+        return (self.head.weight, self.head.bias) if plain(self.head) else None
 
     def _logits(self, y: Tensor) -> Tensor:
         return nn.functional.linear(y, self.embedding.weight) if self.head is None else self.head(y)

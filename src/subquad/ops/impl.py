@@ -5,7 +5,7 @@ import os
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Impl = Literal["auto", "torch", "triton"]
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # found once: torch.compile cannot trace the search
@@ -35,6 +35,12 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
 def traced() -> bool:
     """A compiler fuses plain expressions, and torch.func and exported programs can only differentiate those."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether a call of a module runs what somebody added: hooks, or a function in place of its own `forward`."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks) or "forward" in module.__dict__
 
 
 def exporting() -> bool:

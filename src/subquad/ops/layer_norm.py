@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from subquad.ops.impl import Impl, choose, traced
+from subquad.ops.impl import Impl, choose, traced, watched
 
 Norm = Literal["layer", "rms"]
 WIDEST_ALONE = 512  # for wider rows torch's kernels are as fast
@@ -66,9 +66,7 @@ class LayerNorm(nn.LayerNorm):
 
 def fuses(x: Tensor, norm: nn.Module) -> bool:
     """Whether `add_norm` with the weights of this module replaces it: it runs as a kernel, and nobody watches."""
-    if x.device.type != "cuda" or type(norm) not in (LayerNorm, nn.RMSNorm) or traced():
-        return False
-    if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks:
+    if x.device.type != "cuda" or type(norm) not in (LayerNorm, nn.RMSNorm) or traced() or watched(norm):
         return False
     return isinstance(norm.weight, Tensor) and choose("auto", "add_norm", x, _unsupported(x, norm.weight)) == "triton"
 

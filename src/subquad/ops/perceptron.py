@@ -39,7 +39,7 @@ def perceptron(
     if traced() or choose(impl, "perceptron", x, unsupported(x, w_in, kind)) == "torch":
         if pieces == 1:
             return _plain(x, *given, relu)
-        parts = x.flatten(0, -2).chunk(pieces)
+        parts = x.reshape(-1, x.shape[-1]).chunk(pieces)
         return torch.cat([checkpoint(_plain, part, *given, relu, use_reentrant=False) for part in parts]).view(x.shape)
     if pieces == 1:
         y: Tensor = _Perceptron.apply(x, *given, relu, kind)
@@ -61,7 +61,7 @@ class _Perceptron(torch.autograd.Function):
         ctx: Any, x: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor, relu: bool, kind: torch.dtype
     ) -> Tensor:
         with uncast(x):
-            rows, first, second = x.flatten(0, -2).to(kind), w_in.to(kind), w_out.to(kind)
+            rows, first, second = x.reshape(-1, x.shape[-1]).to(kind), w_in.to(kind), w_out.to(kind)
             h = _inner(rows, first, b_in.to(kind), relu)
             y = F.linear(_activated(h, relu), second, b_out.to(kind))
         ctx.save_for_backward(rows, h, first, second)
@@ -74,7 +74,7 @@ class _Perceptron(torch.autograd.Function):
         from subquad.ops import perceptron_triton
 
         rows, h, first, second = ctx.saved_tensors
-        dy = grad.flatten(0, -2).to(h.dtype)
+        dy = grad.reshape(-1, grad.shape[-1]).to(h.dtype)
         of_x, of_w_in, of_b_in, of_w_out, of_b_out = ctx.like
         for_x, for_w_in, _, for_w_out, for_b_out, *_ = ctx.needs_input_grad
         dh, a, db = perceptron_triton.backward(h, dy @ second, ctx.relu, of_b_in)
@@ -96,7 +96,7 @@ class _Gradients(torch.autograd.Function):
         ctx: Any, x: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor, weights: list[Tensor],
         relu: bool, pieces: int,
     ) -> Tensor:  # fmt: skip
-        rows = x.flatten(0, -2).to(weights[0].dtype)
+        rows = x.reshape(-1, x.shape[-1]).to(weights[0].dtype)
         ctx.save_for_backward(rows, *weights[:3])
         ctx.relu, ctx.pieces, ctx.shape = relu, pieces, x.shape
         ctx.like = [t.dtype for t in (x, w_in, b_in, w_out, b_out)]

@@ -38,7 +38,7 @@ def replaces(x: Tensor, *layers: nn.Module) -> bool:
     if x.device.type != "cuda" or not torch.is_grad_enabled() or traced():
         return False
     for layer in layers:
-        if not plain(layer) or layer.bias is None or layer._backward_hooks or layer._backward_pre_hooks:
+        if not plain(layer) or layer.bias is None:
             return False
     weight = layers[0].weight
     if not isinstance(weight, Tensor):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from subquad.ops.impl import Impl, choose
+from subquad.ops.impl import Impl, choose, watched
 from subquad.ops.layer_norm import LayerNorm, layer_norm
 
 Activation = Literal["none", "relu", "gelu"]
@@ -39,11 +39,6 @@ def norm_of(module: nn.Module, dtype: torch.dtype) -> Norm | None:
     if type(module) is nn.RMSNorm:
         return Norm(known.weight, None, known.eps or torch.finfo(dtype).eps, "rms")
     return Norm(known.weight, known.bias, known.eps, "layer")
-
-
-def watched(module: nn.Module) -> bool:
-    """Whether a call of the module runs somebody's hooks."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def plain(linear: nn.Module) -> bool:

@@ -322,7 +322,8 @@ class Engine:
 
     def _gathers(self) -> bool:
         """Whether the prompts that wait should wait for more of them: to read one takes as long as to read a few."""
-        if self.reading or len(self.drawing) < MANY or self._queued() >= self.abreast:
+        free = self.slots - len(self.drawing)
+        if self.reading or len(self.drawing) < MANY or self._queued() >= min(self.abreast, free):
             return False
         latest = time.monotonic() - GATHER
         return all(job.begun > latest for jobs in self.waiting.values() for job in jobs)

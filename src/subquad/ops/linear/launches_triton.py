@@ -115,7 +115,7 @@ class Call:
         self.where = (q if cu is None else cu, owner, q if lengths is None else lengths)
         # everything but the numbers in the tensors: calls of one kind launch the same kernels in the same way
         self.kind = number_of((
-            q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), spec, self.segment,
+            *((t.dtype, t.shape, t.stride()) for t in (q, k, v)), spec, self.segment,
             None if gate is None else (gate.dtype, gate.stride()),
             None if lengths is None else lengths.dtype,
             None if cu is None else (cu.dtype, cu.shape),
