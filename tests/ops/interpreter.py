@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import pytest
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -89,6 +90,32 @@ def _scan_whole_slices() -> None:
         return [self.to_tensor(np.moveaxis(a, 0, self.axis), x.dtype) for a, x in zip(scanned, input, strict=True)]
 
     interpreter.ScanOps.generic_scan = scan
+
+
+def multiply_as_a_gpu_does(monkeypatch: Any) -> None:
+    """bfloat16 by rounding to nearest, where the interpreter truncates, and products of bfloat16, which it has not."""
+    if not _is_known:
+        pytest.skip("the interpreter of another version")
+    convert = interpreter._convert_float
+
+    def round_to_nearest(x: Any, given: Any, wanted: Any, mode: Any) -> Any:
+        if given != core.float32 or wanted != core.bfloat16:
+            return convert(x, given, wanted, mode)
+        bits = np.ascontiguousarray(x).view(np.uint32)
+        return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
+
+    def dot(_self: Any, a: Any, b: Any, sum: Any, precision: Any, _imprecise: Any) -> Any:
+        def factor(x: Any) -> Any:
+            if x.dtype.scalar == core.bfloat16:
+                return (x.data.astype(np.uint32) << 16).view(np.float32)
+            if precision == interpreter._ir.INPUT_PRECISION.TF32:
+                return (np.ascontiguousarray(x.data).view(np.uint32) & 0xFFFFE000).view(np.float32)
+            return x.data
+
+        return interpreter.TensorHandle(factor(a) @ factor(b) + sum.data, sum.dtype.scalar)
+
+    monkeypatch.setattr(interpreter, "_convert_float", round_to_nearest)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def hasten() -> None:

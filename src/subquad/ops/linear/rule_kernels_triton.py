@@ -1,4 +1,4 @@
-# ruff: noqa: SIM102 (a compile-time test and a run-time one stay apart)
+# ruff: noqa: SIM102, SIM300 (a compile-time test and a run-time one stay apart; DOT and SUM are parameters)
 """Delta rules, and gates for each channel, on the GPU: chunks of C tokens, and a state that walks from chunk to chunk.
 
 With G the running sum of log gates in a chunk, A the strictly lower part of diag(β)·(decayed k·k) and T = (I + A)⁻¹,
@@ -52,6 +52,44 @@ def _row(x, r, C: tl.constexpr):
 @triton.jit
 def _dot(a, b, DOT: tl.constexpr, PREC: tl.constexpr):
     return tl.dot(a.to(DOT), b.to(DOT), input_precision=PREC, out_dtype=tl.float32)
+
+
+@triton.jit
+def _split(x, DOT: tl.constexpr):
+    """A tile in float32 as what DOT keeps of it, and the rest."""
+    high = x.to(DOT)
+    return high, (x - high.to(tl.float32)).to(DOT)
+
+
+@triton.jit
+def _dot_split(high, low, b, DOT: tl.constexpr, PREC: tl.constexpr):
+    """The product of such a tile, with all its digits, and b."""
+    b = b.to(DOT)
+    y = tl.dot(high, b, input_precision=PREC, out_dtype=tl.float32)
+    if DOT != tl.float32:
+        y = tl.dot(low, b, y, input_precision=PREC, out_dtype=tl.float32)
+    return y
+
+
+@triton.jit
+def _fade(rows, cols):
+    """The decay from one token to a later one, by the sums of log gates up to both."""
+    high_rows = rows.to(tl.float32)
+    high_cols = cols.to(tl.float32)
+    between = high_rows[:, None] - high_cols[None, :]
+    if rows.dtype == tl.float64:  # a tile of float64 would take too many registers
+        between += (rows - high_rows).to(tl.float32)[:, None] - (cols - high_cols).to(tl.float32)[None, :]
+    return tl.exp(tl.minimum(between, 0.0))
+
+
+@triton.jit
+def _push(x):
+    """The gradients of the sums of log gates, from x[t, s], that of the decay from token s to token t, times itself.
+
+    A gate's gradient is a sum of these, in which all pairs cancel that are not on both sides of it: in float64 they do.
+    """
+    x = x.to(tl.float64)
+    return tl.sum(x, 1) - tl.sum(x, 0)
 
 
 @triton.jit
@@ -180,14 +218,14 @@ def decay(
 @triton.jit
 def _small(a, b, EXACT: tl.constexpr):
     """The product of two 16 x 16 tiles in float32."""
-    return tl.dot(a, b, input_precision="ieee" if EXACT else "tf32", out_dtype=tl.float32)
+    return tl.dot(a, b, input_precision="ieee" if EXACT else "tf32x3", out_dtype=tl.float32)
 
 
 @triton.jit
 def _tile(ki, kj, beta, gi, gj, DOT: tl.constexpr, PREC: tl.constexpr):
     """A tile of A: β k·k, decayed from key to query."""
     a = _dot(ki, tl.trans(kj), DOT, PREC)
-    return a * beta[:, None] * tl.exp(tl.minimum(gi[:, None] - gj[None, :], 0.0))
+    return a * beta[:, None] * _fade(gi, gj)
 
 
 @triton.jit
@@ -204,10 +242,37 @@ def _unit_inverse(a, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _store_tile(ptr, x, row, col, size, H: tl.constexpr, C: tl.constexpr):
-    i = tl.arange(0, 16)
-    p = ptr + tl.cast(row + i, tl.int64)[:, None] * (H * C) + (col + i)[None, :]
-    tl.store(p, x.to(ptr.dtype.element_ty), mask=(row + i < size)[:, None])
+def _store_tile(ptr, x, t, size, ROW: tl.constexpr, COL: tl.constexpr, H: tl.constexpr, C: tl.constexpr):
+    """Tile (ROW, COL) of T, on or below the diagonal, for `_load_inverse`."""
+    row = tl.arange(0, 16)[:, None]
+    col = tl.arange(0, 16)[None, :]
+    high = x.to(ptr.dtype.element_ty)
+    low = tl.trans(x - high.to(tl.float32)).to(ptr.dtype.element_ty)
+    ptr += tl.cast(t, tl.int64) * (H * C)
+    if ROW == COL:
+        high = tl.where(row >= col, high, low)
+    else:
+        tl.store(ptr + (16 * COL + row) * (H * C) + 16 * ROW + col, low, mask=t + 16 * COL + row < size)
+    tl.store(ptr + (16 * ROW + row) * (H * C) + 16 * COL + col, high, mask=t + 16 * ROW + row < size)
+
+
+@triton.jit
+def _load_inverse(ptr, t, left, H: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr):
+    """T, or Tᵀ, in float32. In bfloat16, what rounding takes from T is kept too, transposed, in the triangle above it.
+
+    Where keys repeat, T subtracts values that are nearly equal, and its rounding would be most of what is left.
+    """
+    row = tl.arange(0, C)[:, None]
+    col = tl.arange(0, C)[None, :]
+    x = load_rows(ptr, t, left, H * C, 0, C, C, C, EVEN)
+    low = tl.trans(x)
+    if TURNED:
+        x, low = low, x
+        row, col = col, row
+    y = tl.where(row >= col, x, 0.0).to(tl.float32)
+    if ptr.dtype.element_ty != tl.float32:
+        y += tl.where(row > col, low, 0.0).to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -216,7 +281,7 @@ def invert(
     T, L, NS, kb, kh, gb, gt, gh, bb, bt, bh,
     KT: tl.constexpr, K: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, EXACT: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr,
+    SUM: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """T of a chunk of 64 tokens, in tiles of 16."""
     pid = tl.program_id(0)
@@ -236,13 +301,13 @@ def invert(
     b1 = load_column(beta, t + 16, left - 16, bt, 16, tl.float32, 0.0)
     b2 = load_column(beta, t + 32, left - 32, bt, 16, tl.float32, 0.0)
     b3 = load_column(beta, t + 48, left - 48, bt, 16, tl.float32, 0.0)
-    g0 = tl.zeros([16], tl.float32)
+    g0 = tl.zeros([16], SUM)
     g1, g2, g3 = g0, g0, g0
     if GATE == 1:
-        r0 = load_gate(g, t, left, gt, 16, tl.float32)
-        r1 = load_gate(g, t + 16, left - 16, gt, 16, tl.float32)
-        r2 = load_gate(g, t + 32, left - 32, gt, 16, tl.float32)
-        r3 = load_gate(g, t + 48, left - 48, gt, 16, tl.float32)
+        r0 = load_gate(g, t, left, gt, 16, SUM)
+        r1 = load_gate(g, t + 16, left - 16, gt, 16, SUM)
+        r2 = load_gate(g, t + 32, left - 32, gt, 16, SUM)
+        r3 = load_gate(g, t + 48, left - 48, gt, 16, SUM)
         g0 = tl.cumsum(r0, 0)
         g1 = tl.cumsum(r1, 0) + tl.sum(r0, 0)
         g2 = tl.cumsum(r2, 0) + tl.sum(r0, 0) + tl.sum(r1, 0)
@@ -252,29 +317,22 @@ def invert(
     k2 = load_rows(k, t + 32, left - 32, KT, 0, K, 16, BK, False)
     k3 = load_rows(k, t + 48, left - 48, KT, 0, K, 16, BK, False)
 
-    none = tl.zeros([16, 16], tl.float32)
     t00 = _unit_inverse(_tile(k0, k0, b0, g0, g0, DOT, PREC), EXACT)
-    _store_tile(inverse, t00, t, 0, size, H, C)
-    _store_tile(inverse, none, t, 16, size, H, C)
-    _store_tile(inverse, none, t, 32, size, H, C)
-    _store_tile(inverse, none, t, 48, size, H, C)
+    _store_tile(inverse, t00, t, size, 0, 0, H, C)
 
     t11 = _unit_inverse(_tile(k1, k1, b1, g1, g1, DOT, PREC), EXACT)
     t10 = -_small(t11, _small(_tile(k1, k0, b1, g1, g0, DOT, PREC), t00, EXACT), EXACT)
-    _store_tile(inverse, t10, t + 16, 0, size, H, C)
-    _store_tile(inverse, t11, t + 16, 16, size, H, C)
-    _store_tile(inverse, none, t + 16, 32, size, H, C)
-    _store_tile(inverse, none, t + 16, 48, size, H, C)
+    _store_tile(inverse, t10, t, size, 1, 0, H, C)
+    _store_tile(inverse, t11, t, size, 1, 1, H, C)
 
     t22 = _unit_inverse(_tile(k2, k2, b2, g2, g2, DOT, PREC), EXACT)
     a20 = _tile(k2, k0, b2, g2, g0, DOT, PREC)
     a21 = _tile(k2, k1, b2, g2, g1, DOT, PREC)
     t20 = -_small(t22, _small(a20, t00, EXACT) + _small(a21, t10, EXACT), EXACT)
     t21 = -_small(t22, _small(a21, t11, EXACT), EXACT)
-    _store_tile(inverse, t20, t + 32, 0, size, H, C)
-    _store_tile(inverse, t21, t + 32, 16, size, H, C)
-    _store_tile(inverse, t22, t + 32, 32, size, H, C)
-    _store_tile(inverse, none, t + 32, 48, size, H, C)
+    _store_tile(inverse, t20, t, size, 2, 0, H, C)
+    _store_tile(inverse, t21, t, size, 2, 1, H, C)
+    _store_tile(inverse, t22, t, size, 2, 2, H, C)
 
     t33 = _unit_inverse(_tile(k3, k3, b3, g3, g3, DOT, PREC), EXACT)
     a30 = _tile(k3, k0, b3, g3, g0, DOT, PREC)
@@ -282,10 +340,10 @@ def invert(
     a32 = _tile(k3, k2, b3, g3, g2, DOT, PREC)
     t30 = _small(a30, t00, EXACT) + _small(a31, t10, EXACT) + _small(a32, t20, EXACT)
     t31 = _small(a31, t11, EXACT) + _small(a32, t21, EXACT)
-    _store_tile(inverse, -_small(t33, t30, EXACT), t + 48, 0, size, H, C)
-    _store_tile(inverse, -_small(t33, t31, EXACT), t + 48, 16, size, H, C)
-    _store_tile(inverse, -_small(t33, _small(a32, t22, EXACT), EXACT), t + 48, 32, size, H, C)
-    _store_tile(inverse, t33, t + 48, 48, size, H, C)
+    _store_tile(inverse, -_small(t33, t30, EXACT), t, size, 3, 0, H, C)
+    _store_tile(inverse, -_small(t33, t31, EXACT), t, size, 3, 1, H, C)
+    _store_tile(inverse, -_small(t33, _small(a32, t22, EXACT), EXACT), t, size, 3, 2, H, C)
+    _store_tile(inverse, t33, t, size, 3, 3, H, C)
 
 
 @triton.jit
@@ -295,7 +353,7 @@ def solve(
     KT: tl.constexpr, VT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr,
-    DOT: tl.constexpr, PREC: tl.constexpr,
+    SUM: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """W and U of a chunk, from T."""
     pid = tl.program_id(0)
@@ -311,17 +369,18 @@ def solve(
     t = j * C
     left = real - t
     rate = load_column(beta + head_of(n, h, first, bb, bt, bh, PACKED), t, left, bt, C, tl.float32, 0.0)
-    x = load_rows(inverse + (first * H + h) * C, t, left, H * C, 0, C, C, C, EVEN) * rate[None, :]
+    x = _load_inverse(inverse + (first * H + h) * C, t, left, H, C, EVEN, False) * rate[None, :]
+    high, low = _split(x, DOT)
     for v0 in range(0, V, BV):
         v0 = tl.multiple_of(v0, BV)
-        y = _dot(x, load_rows(v, t, left, VT, v0, V, C, BV, EVEN), DOT, PREC)
+        y = _dot_split(high, low, load_rows(v, t, left, VT, v0, V, C, BV, EVEN), DOT, PREC)
         store_rows(u, y, t, size - t, H * V, v0, V, C, BV, EVEN)
     if GATE == 1:
-        age = tl.cumsum(load_gate(g + head_of(n, h, first, gb, gt, gh, PACKED), t, left, gt, C, tl.float32), 0)
-        x = x * tl.exp(age)[None, :]
+        age = tl.cumsum(load_gate(g + head_of(n, h, first, gb, gt, gh, PACKED), t, left, gt, C, SUM), 0)
+        high, low = _split(x * tl.exp(age.to(tl.float32))[None, :], DOT)
     for k0 in range(0, K, BK):
         k0 = tl.multiple_of(k0, BK)
-        y = _dot(x, load_rows(k, t, left, KT, k0, K, C, BK, EVEN), DOT, PREC)
+        y = _dot_split(high, low, load_rows(k, t, left, KT, k0, K, C, BK, EVEN), DOT, PREC)
         store_rows(w, y, t, size - t, H * K, k0, K, C, BK, EVEN)
 
 
@@ -332,7 +391,7 @@ def walk(
     KT: tl.constexpr, UT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
-    INIT: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    INIT: tl.constexpr, SUM: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """V' of a sequence to `new` (DELTA), the state before each chunk to `rows`, and the last one to `final`.
 
@@ -371,9 +430,9 @@ def walk(
             x = x.to(tl.float32) - _dot(load_rows(w, t, left, H * K, 0, K, C, BK, EVEN), held, DOT, PREC)
             store_rows(new, x, t, size - t, H * V, v0, V, C, BV, EVEN)
         if GATE == 1:
-            gate = load_gate(g, t, left, gt, C, tl.float32)
-            whole = tl.sum(gate, 0)
-            x = x.to(tl.float32) * tl.exp(rest_of(gate))[:, None]
+            gate = load_gate(g, t, left, gt, C, SUM)
+            whole = tl.sum(gate, 0).to(tl.float32)
+            x = x.to(tl.float32) * tl.exp(rest_of(gate).to(tl.float32))[:, None]
             s = s * tl.exp(whole)
         if GATE == 2:
             s = s * tl.load(fade + at * K + dk, mask=dk < K, other=0.0)[:, None]
@@ -389,7 +448,7 @@ def read(
     QT: tl.constexpr, KT: tl.constexpr, UT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, STEEP: tl.constexpr,
-    BACK: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    BACK: tl.constexpr, SUM: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o of a chunk from V'. BACK: from do, what its o contributes to dV'; then `new` is do, and `rows` is not used.
 
@@ -427,8 +486,8 @@ def read(
     else:
         a = tl.where(i[:, None] >= i[None, :], _dot(qx, tl.trans(kx), DOT, PREC), 0.0)
         if GATE == 1:
-            age = tl.cumsum(load_gate(g + head_of(n, h, first, gb, gt, gh, PACKED), t, left, gt, C, tl.float32), 0)
-            a = a * tl.exp(tl.minimum(age[:, None] - age[None, :], 0.0))
+            age = tl.cumsum(load_gate(g + head_of(n, h, first, gb, gt, gh, PACKED), t, left, gt, C, SUM), 0)
+            a = a * _fade(age, age)
     x = load_rows(new, t, left, UT, v0, V, C, BV, EVEN)
     if BACK:
         y = _dot(tl.trans(a), x, DOT, PREC)
@@ -440,7 +499,7 @@ def read(
         held = tl.load(rows + (slot.to(tl.int64) * H + h) * (K * V) + tile, mask=inside, other=0.0)
         y = _dot(qx, held, DOT, PREC)
         if GATE == 1:
-            y = y * tl.exp(age)[:, None]
+            y = y * tl.exp(age.to(tl.float32))[:, None]
         y += _dot(a, x, DOT, PREC)
     store_rows(o, y, t, size - t, H * V, v0, V, C, BV, EVEN)
 
@@ -452,7 +511,7 @@ def walk_back(
     QT: tl.constexpr, KT: tl.constexpr, OT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
-    END: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    END: tl.constexpr, SUM: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The last chunk first: dS after each chunk to `drows`, its part of dV' added to `dnew`, and dS of the start.
 
@@ -492,10 +551,10 @@ def walk_back(
         x = _dot(load_rows(k, t, left, KT, 0, K, C, BK, EVEN), held, DOT, PREC)
         dox = load_rows(do, t, left, OT, v0, V, C, BV, EVEN)
         if GATE == 1:
-            gate = load_gate(g, t, left, gt, C, tl.float32)
-            whole = tl.sum(gate, 0)
-            age = tl.cumsum(gate, 0)
-            x = x * tl.exp(rest_of(gate))[:, None]
+            gate = load_gate(g, t, left, gt, C, SUM)
+            whole = tl.sum(gate, 0).to(tl.float32)
+            age = tl.cumsum(gate, 0).to(tl.float32)
+            x = x * tl.exp(rest_of(gate).to(tl.float32))[:, None]
             dox = dox.to(tl.float32) * tl.exp(age)[:, None]
             ds = ds * tl.exp(whole)
         if GATE == 2:
@@ -515,7 +574,7 @@ def gradients(
     QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, NT: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, PACKED: tl.constexpr, LENGTHS: tl.constexpr, GATE: tl.constexpr, DELTA: tl.constexpr,
-    STEEP: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    STEEP: tl.constexpr, SUM: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """What is left of the gradients of a chunk, for BK columns of K. A gate or β per head gets a part from each block.
 
@@ -557,7 +616,7 @@ def gradients(
     if DELTA:
         beta += head_of(n, h, first, bb, bt, bh, PACKED)
         bx = load_column(beta, t, left, bt, C, tl.float32, 0.0)
-        turned = tl.trans(load_rows(inverse, t, left, H * C, 0, C, C, C, EVEN))  # Tᵀ
+        high, low = _split(_load_inverse(inverse, t, left, H, C, EVEN, True), DOT)  # Tᵀ
         da_keys = tl.zeros([C, C], tl.float32)  # X V'ᵀ
         from_w = tl.zeros([C, BK], tl.float32)  # X Sᵀ
         db = tl.zeros([C], tl.float32)
@@ -575,7 +634,7 @@ def gradients(
         da += _dot(dox, tl.trans(x), DOT, PREC)
         ends += tl.sum(held.to(tl.float32) * dheld.to(tl.float32), 1)
         if DELTA:
-            y = _dot(turned, load_rows(dnew, t, left, H * V, v0, V, C, BV, EVEN), DOT, PREC)  # X
+            y = _dot_split(high, low, load_rows(dnew, t, left, H * V, v0, V, C, BV, EVEN), DOT, PREC)  # X
             if k0 == 0:
                 vx = load_rows(v, t, left, VT, v0, V, C, BV, EVEN)
                 store_rows(dv, y * bx[:, None], t, size - t, H * V, v0, V, C, BV, EVEN)
@@ -609,18 +668,21 @@ def gradients(
         da = tl.where(i[:, None] >= i[None, :], da, 0.0)
         if GATE == 1:
             raw = load_column(g, t, left, gt, C, tl.float32, 0.0)
-            gate = tl.maximum(raw, -110.0)
+            gate = tl.maximum(raw, -110.0).to(SUM)
             age = tl.cumsum(gate, 0)
-            whole = tl.sum(gate, 0)
-            fade = tl.exp(tl.minimum(age[:, None] - age[None, :], 0.0))
-            reach = tl.exp(age)[:, None]
+            whole = tl.sum(gate, 0).to(tl.float32)
+            fade = _fade(age, age)
+            reach = tl.exp(age.to(tl.float32))[:, None]
             da = da * fade
             from_s = from_s * reach
-            to_s = to_s * tl.exp(rest_of(gate))[:, None]
+            to_s = to_s * tl.exp(rest_of(gate).to(tl.float32))[:, None]
         gq = from_s + _dot(da, kx, DOT, PREC)
         gk = to_s + _dot(tl.trans(da), qx, DOT, PREC)
         if GATE == 1:
-            push = tl.sum(qf * gq - kf * gk, 1)
+            if SUM == tl.float64:  # where types are exact
+                push = _push(da * _dot(qx, tl.trans(kx), DOT, PREC)) + tl.sum(qf * from_s - kf * to_s, 1)
+            else:
+                push = tl.sum(qf * gq - kf * gk, 1)
             last = tl.sum(ends, 0) * tl.exp(whole) + tl.sum(tl.sum(kf * to_s, 1), 0)
         if DELTA:
             da_keys = tl.where(i[:, None] > i[None, :], da_keys, 0.0)
@@ -637,7 +699,10 @@ def gradients(
                 writes = writes * bx[:, None]  # of the token that writes
             gk -= writes + reads
             if GATE == 1:
-                push += tl.sum(kf * (reads - writes), 1)
+                if SUM == tl.float64:
+                    push -= _push(written * _dot(kx, tl.trans(kx), DOT, PREC)) + tl.sum(kf * from_w, 1) * bx
+                else:
+                    push += tl.sum(kf * (reads - writes), 1)
             part = (TOKENS * block.to(tl.int64) + first) * H + h
             tl.store(dbeta + part + tl.cast(t + i, tl.int64) * H, tl.where(i < left, db, 0.0), mask=i < size - t)
         if GATE == 1:

@@ -121,6 +121,7 @@ class Call:
             "EVEN": whole and x.lengths is None and x.cu_seqlens is None,
             "PACKED": x.cu_seqlens is not None, "LENGTHS": x.lengths is not None, "GATE": self.kind,
             "DELTA": x.beta is not None, "EXACT": not self.half,
+            "SUM": tl.float32 if self.half else tl.float64,  # of log gates: a strong one costs those after it no digits
             "DOT": tl.bfloat16 if self.half and not INTERPRETED else tl.float32,
             "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else exact, **own,
         }  # fmt: skip
