@@ -326,7 +326,7 @@ def serving() -> str:
         model = figures["sizes"]["model"]
         for what, value in (
             ("model", f"{figures['parameters'] / 1e6:.1f}M weights, {model['depth']} layers of {model['dim']}"),
-            ("streams at once, for", f"{figures['sizes']['streams']:,}, {soak['minutes']:g} minutes"),
+            ("streams at once, for", f"{figures['sizes']['streams']:,}, {round(soak['minutes'], 1):g} minutes"),
             ("errors", f"{soak['errors']} in {soak['answers']:,} answers"),
             (
                 "tokens a second, in events a second",
