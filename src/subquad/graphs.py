@@ -1,12 +1,18 @@
-"""CUDA graphs are recorded by one thread at a time."""
+"""Recording of CUDA graphs, by one thread at a time."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 _turn = threading.RLock()
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether operations on x are recorded for a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

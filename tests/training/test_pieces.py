@@ -12,7 +12,7 @@ from subquad.training.precision import AtOnce
 
 
 def test_views_cover_each_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_splits", lambda t: t.is_contiguous())
+    monkeypatch.setattr(pieces, "capturing", lambda _: True)
     tensors = [torch.zeros(shape) for shape in ((3, 5000), (0, 4), (), (8192,), (8193,))]
     others = [t.to(torch.bfloat16) for t in tensors]
     views, other_views = pieces.in_pieces(tensors, others)
@@ -24,8 +24,8 @@ def test_views_cover_each_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_large_models_and_other_tensors_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.zeros(3, 5000)]
-    assert pieces.in_pieces(tensors)[0] is tensors  # not on a GPU
-    monkeypatch.setattr(pieces, "_splits", lambda t: t.is_contiguous())
+    assert pieces.in_pieces(tensors)[0] is tensors  # not recorded
+    monkeypatch.setattr(pieces, "capturing", lambda _: True)
     turned = [torch.zeros(5000, 3).T]
     assert pieces.in_pieces(turned)[0] is turned
     large = [torch.zeros(pieces.SIZE * pieces.MOST + 1, dtype=torch.int8)]
@@ -39,7 +39,7 @@ def test_training_is_the_same(clip: float | None, monkeypatch: pytest.MonkeyPatc
     tokens, labels = torch.randint(9, (4, 7)), torch.arange(4) % 3
     results = []
     for splits in (False, True):
-        monkeypatch.setattr(pieces, "_splits", lambda t, splits=splits: splits and t.is_contiguous())
+        monkeypatch.setattr(pieces, "capturing", lambda _, splits=splits: splits)
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = cross_entropy(AtOnce(model, torch.bfloat16)(tokens), labels)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad import ranks
+from subquad.graphs import capturing
 from subquad.mechanisms import base
 from subquad.mechanisms.kernelised import Kernelised
 from subquad.ops import linear
@@ -270,7 +271,7 @@ def _exponentials(k: Tensor) -> tuple[Tensor, Tensor]:
 
 def _moderate(k: Tensor, largest: Tensor) -> bool:
     """Whether all logits, including the state's, are within LIMIT; False while a graph is recorded."""
-    if torch.compiler.is_compiling() or (k.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or capturing(k):
         return False
     low, high = torch.aminmax(k.detach())
     past = (largest.abs() <= LIMIT) | (largest == NOTHING)

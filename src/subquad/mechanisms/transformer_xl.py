@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from subquad import ranks
+from subquad.graphs import capturing
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
-from subquad.ops.cache import capturing
 from subquad.ops.lengths import keep
 from subquad.ops.relative import Ends, relative_attention
 from subquad.ops.rotary import Turns

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from subquad.graphs import capturing
 from subquad.ops.additive import additive_attention
 from subquad.ops.impl import Impl, choose
 from subquad.ops.rotary import Turns, turned
@@ -26,11 +27,6 @@ def readable_positions(cache: Tensor, position: Tensor) -> list[int] | None:
     if traced or capturing(cache):
         return None
     return position.tolist()  # one copy from a GPU; min() and max() would be two
-
-
-def capturing(x: Tensor) -> bool:
-    """Whether operations on x are recorded for a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def with_room_for(cache: Tensor, used: list[int] | None, more: int) -> Tensor:

@@ -18,9 +18,7 @@ Sums = tuple[Tensor, Tensor]  # s and z, or the same rows twice, which hold z af
 
 class Config(NamedTuple):
     chunk: int
-    block: (
-        int  # columns of the state at a time: of V in forward and backward_v, of both in gradients, of K in the others
-    )
+    block: int  # columns of the state at a time: of V in forward and backward_v, of both in gradients, else of K
     warps: int
     stages: int
     registers: int = 255  # at most, so that more programs share a multiprocessor
