@@ -21,8 +21,8 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -216,21 +216,27 @@ def attempt(case: Case) -> Case:
         return {"case": case, "ok": False, "failed": f"{type(error).__name__}: {str(error)[:100]}", "where": where}
 
 
-def check_all(count: int, seed: int) -> list[Case]:
-    """Random cases in several processes, because most of the time is compilation."""
-    rng = random.Random(seed)
+def check_all(count: int, seed: int, seconds: float) -> list[Case]:
+    """Random cases in several processes, because most of the time is compilation; what is not done in time is wrong."""
+    rng, begun = random.Random(seed), time.monotonic()
     cases = [draw_case(rng, number) for number in range(count)]
     results: list[Case] = []
     workers = min(count, max(1, (os.cpu_count() or 1) - 3))
     # a process for each case: after an illegal access to memory a process can do nothing more on the GPU
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        for result in pool.map(attempt, cases):
-            results.append(result)
-            if not result["ok"]:
-                print("WRONG", json.dumps(result), flush=True)
+        jobs = {pool.submit(attempt, case): case for case in cases}
+        try:
+            for job in as_completed(jobs, timeout=seconds):
+                results.append(job.result())
+                if not results[-1]["ok"]:
+                    print("WRONG", json.dumps(results[-1]), flush=True)
+        except TimeoutError:
+            pool.shutdown(wait=False, cancel_futures=True)
+    done = {result["case"]["seed"] for result in results}
+    results += [{"case": case, "ok": False, "failed": "not done in time"} for case in cases if case["seed"] not in done]
     good = sum(r["ok"] for r in results)
-    print(f"{good} of {count} random cases are right", flush=True)
-    return results
+    print(f"{good} of {count} random cases are right, {time.monotonic() - begun:.0f} s", flush=True)
+    return sorted(results, key=lambda r: r["case"]["seed"])
 
 
 def median(fn: Callable[[], Any], rep: int = 40) -> float:
@@ -292,11 +298,11 @@ def measure(fn: Callable[..., Tensor], x: list[Tensor]) -> dict[str, Any]:
     return found
 
 
-def speed(lengths: list[int], rules: list[str]) -> Case:
+def speed(lengths: list[int], rules: list[str], found: Case) -> Iterator[None]:
+    """Adds to `found` the times of ours and of flash-linear-attention, by length and rule."""
     others: dict[str, Callable[..., Tensor]] = {}
     with contextlib.suppress(ImportError):
         others = peers()
-    found: Case = {"speed": {}}
     for t, rule in itertools.product(lengths, rules):
         x = inputs(rule, t)
         row: Case = {"ours": measure(ours(rule), x)}
@@ -305,11 +311,11 @@ def speed(lengths: list[int], rules: list[str]) -> Case:
             with torch.no_grad():
                 a, b = ours(rule)(*x).float(), others[rule](*x).float()
             row["difference"] = float((a - b).norm() / b.norm())
-        found["speed"].setdefault(str(t), {})[rule] = row
+        found.setdefault(str(t), {})[rule] = row
         print(t, rule, json.dumps(row), flush=True)
+        yield
         del x
         torch.cuda.empty_cache()
-    return found
 
 
 def parts() -> Case:
@@ -339,6 +345,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory for rules.json")
     parser.add_argument("--checks", type=int, default=60, help="how many random cases")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=600, help="at most for the checks")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="sequence lengths to time")
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--parts", action="store_true", help="the time of each kernel, and nothing else")
@@ -358,13 +365,17 @@ def main() -> None:
         "python": sys.version.split()[0], "commit": commit(), "tokens": TOKENS, "heads": HEADS,
         "date": time.strftime("%Y-%m-%d"), "seed": args.seed, "must": MUST,
     }  # fmt: skip
-    start = time.time()
-    report["checks"] = check_all(args.checks, args.seed) if args.checks else []
-    print(f"checks took {time.time() - start:.0f} s", flush=True)
-    report |= speed([int(t) for t in args.lengths.split(",") if t], args.rules.split(","))
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "rules.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+    def keep() -> None:
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "rules.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+    report["checks"] = check_all(args.checks, args.seed, args.seconds) if args.checks else []
+    keep()
+    report["speed"] = {}
+    for _ in speed([int(t) for t in args.lengths.split(",") if t], args.rules.split(","), report["speed"]):
+        keep()
     sys.exit(0 if all(r["ok"] for r in report["checks"]) else 1)
 
 

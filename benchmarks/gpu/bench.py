@@ -227,11 +227,12 @@ def check_all(cases: Sequence[Case], seconds: float, workers: int) -> list[Figur
     records = []
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(workers, len(cases)), torch.set_num_threads, (1,), maxtasksperchild=8) as pool:
-        waiting = {case: pool.apply_async(attempt, (case,)) for case in cases}
+        waiting = [(case, pool.apply_async(attempt, (case,))) for case in cases]
         while waiting:
             late = time.monotonic() > end
-            for case in [case for case, result in waiting.items() if late or result.ready()]:
-                result = waiting.pop(case)
+            ended = [(case, result) for case, result in waiting if late or result.ready()]
+            waiting = [one for one in waiting if one not in ended]
+            for case, result in ended:
                 unknown = {"part": case.part, "case": case.name, "ok": False, "seconds": seconds}
                 record = result.get() if result.ready() else unknown | {"failed": "not done in time"}
                 records.append(record)
