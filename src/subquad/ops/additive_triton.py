@@ -2,14 +2,15 @@
 
 Almost all time goes into the units, one tanh for each pair and hidden unit, so they are written for few instructions:
 with E = exp(2(a + b)) = exp(2a)·exp(2b), which is a product of two numbers computed once, tanh(a + b) = 1 - 2y for
-y = 1 / (1 + E). Two units share one reciprocal: 1/x₁ = x₂/(x₁x₂). The 1 moves all scores alike, so softmax ignores it.
-Where the product might overflow, x is computed from a + b.
+y = 1 / (1 + E). Four units share one reciprocal: 1/x₁ = x₂x₃x₄/(x₁x₂x₃x₄). The 1 moves all scores alike, so softmax
+ignores it. Where the product might overflow, x is computed from a + b. Four at a time are also read from memory, some
+rounds before they are needed.
 
 The backward goes through some queries at a time. It keeps the gradients of their scores, and sums over units from
 them, once for the queries and once for the keys: a program holds a tile of [units, positions] and adds up what each of
 the other positions gives, so no sum crosses threads.
 
-Legend: T queries, S keys, U hidden units, V value width, N = B·H sequences, E [N, U, T] or [N, U, S] powers.
+Legend: T queries, S keys, U hidden units, V value width, N = B·H sequences, E [N, T, U] or [N, S, U] powers.
 """
 
 from typing import NamedTuple
@@ -25,16 +26,18 @@ from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, shared_memo
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 TWICE = tl.constexpr(2.8853900817779268)  # 2·log₂e: exp(2x) = exp2(TWICE·x)
-UNROLL = tl.constexpr(2)  # pairs of positions in one round of a loop
-ROOM = tl.constexpr(62.0)  # (1 + 2**62)² is finite in float32
+GROUP = tl.constexpr(4)  # units or positions that share one reciprocal
+ROOM = tl.constexpr(31.0)  # (1 + 2**31)⁴ is finite in float32
+LARGEST = tl.constexpr(126.0)  # exponent that is not cut off
+STAGES = tl.constexpr(3)  # rounds of a loop that are read ahead, and the one that is computed
 FAST = not INTERPRETED  # the interpreter has no assembly
 QUERIES = KEYS = 64  # of a tile of scores
-UNITS, POSITIONS, OTHERS = 64, 64, 32  # of a tile of units; the others are taken OTHERS at a time
-ROWS = 256  # queries of one piece of the backward
-PIECE = 256  # keys that a program adds up for the gradient of queries
+UNITS, POSITIONS = 64, 64  # of a tile of units
+OTHERS = 32  # positions whose largest exponent is known
+ROWS = 256  # queries of one piece of the backward, and keys that a program adds up for the gradient of queries
 HELD = 2**25  # gradients of scores in memory at once
 # warps, stages, registers: with fewer registers than the compiler would take, more programs hide each other's waits
-LAUNCHES = {"forward": (4, 1, 128), "pairs": (4, 1, 128), "units": (4, 1, 168)}
+LAUNCHES = {"forward": (4, 1, 168), "pairs": (4, 1, 208), "keys": (4, 1, 168), "queries": (4, 1, 208)}
 NARROW = 64  # wider values leave no registers to save
 SHARED = 98304  # bytes of shared memory that tiles of wide values take
 
@@ -54,22 +57,26 @@ def _inverse(x, FAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=CHANGING)
 def _powers(
-    x, powers, largest, batch, stride, head, size, wide, U, H: tl.constexpr, BU: tl.constexpr, BP: tl.constexpr
-):
-    """exp(2x) of a tile of positions, as [units, positions], and the largest |exponent| among them, in base 2."""
+    x, by_position, by_unit, largest, batch, stride, head, size, wide, U, BOTH: tl.constexpr, H: tl.constexpr,
+    BU: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """exp(2x) of a tile of positions, [positions, units] and with BOTH also [units, positions]; and the largest
+    |exponent| among them, in base 2."""
     tile = tl.program_id(0)
     n = tl.program_id(1)
     x += (n // H).to(tl.int64) * batch + n % H * head
     p = tile * BP + tl.arange(0, BP)
     top = tl.full([BP], 0.0, tl.float32)
-    for u0 in tl.range(0, tl.cdiv(U, BU) * BU, BU):
+    room = tl.cdiv(U, BU) * BU
+    for u0 in tl.range(0, room, BU):
         u = u0 + tl.arange(0, BU)
         ok = (p < size)[:, None] & (u < U)[None, :]
         e = tl.load(x + p.to(tl.int64)[:, None] * stride + u[None, :], mask=ok, other=0.0).to(tl.float32) * TWICE
         top = tl.maximum(top, tl.max(tl.abs(e), 1))
-        e = tl.exp2(tl.minimum(tl.maximum(e, -126.0), 126.0))
-        place = (n.to(tl.int64) * (tl.cdiv(U, BU) * BU) + u)[None, :] * wide + p[:, None]
-        tl.store(powers + place, e)
+        e = tl.exp2(tl.minimum(tl.maximum(e, -LARGEST), LARGEST))
+        tl.store(by_position + (n.to(tl.int64) * wide + p)[:, None] * room + u[None, :], e)
+        if BOTH:
+            tl.store(by_unit + (n.to(tl.int64) * room + u)[None, :] * wide + p[:, None], e)
     tl.store(largest + n * (wide // BP) + tile, tl.max(top, 0))
 
 
@@ -80,8 +87,17 @@ def _largest(largest, n, wide, p0, POSITIONS: tl.constexpr, BP: tl.constexpr):
 
 
 @triton.jit
+def _four(x, B: tl.constexpr):
+    """The columns of x [B, 4]."""
+    even, odd = tl.split(tl.reshape(x, [B, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
 def _scores(
-    eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, zero, big, BM: tl.constexpr,
+    eq, ek, q, k, score, i, j, T, S, U, room, q_stride, k_stride, zero, big, BM: tl.constexpr,
     BN: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The scores of a tile in base 2, up to a constant of the head: `score` holds -2·log₂e·score."""
@@ -92,12 +108,22 @@ def _scores(
             a = tl.load(q + i.to(tl.int64) * q_stride + u, mask=i < T, other=0.0).to(tl.float32)
             b = tl.load(k + j.to(tl.int64) * k_stride + u, mask=j < S, other=0.0).to(tl.float32)
             x = (a[:, None] + b[None, :]) * TWICE
-            s += tl.load(score + u) / (1.0 + tl.exp2(tl.minimum(x, ROOM)))
+            s += tl.load(score + u) / (1.0 + tl.exp2(tl.minimum(x, LARGEST)))
     else:
-        for u in tl.range(0, U, 2):
-            x = tl.load(eq + u * wide_q + i)[:, None] * tl.load(ek + u * wide_k + j)[None, :] + 1.0
-            y = tl.load(eq + (u + 1) * wide_q + i)[:, None] * tl.load(ek + (u + 1) * wide_k + j)[None, :] + 1.0
-            s += (tl.load(score + u) * y + tl.load(score + u + 1) * x) * _inverse(x * y, FAST)
+        for u in tl.range(0, U, GROUP, num_stages=STAGES):
+            w = score + u
+            four = u + tl.arange(0, GROUP)
+            a0, a1, a2, a3 = _four(tl.load(eq + i[:, None] * room + four[None, :]), BM)
+            b0, b1, b2, b3 = _four(tl.load(ek + j[:, None] * room + four[None, :]), BN)
+            x0 = a0[:, None] * b0[None, :] + 1.0
+            x1 = a1[:, None] * b1[None, :] + 1.0
+            x2 = a2[:, None] * b2[None, :] + 1.0
+            x3 = a3[:, None] * b3[None, :] + 1.0
+            x = x0 * x1
+            y = x2 * x3
+            a = tl.load(w) * x1 + tl.load(w + 1) * x0
+            b = tl.load(w + 2) * x3 + tl.load(w + 3) * x2
+            s += (a * y + b * x) * _inverse(x * y, FAST)
     return s
 
 
@@ -140,7 +166,7 @@ def _forward(
     for j0 in tl.range(0, tl.max(count, 0), BN):
         j = j0 + tl.arange(0, BN)
         big = top_q + _largest(large_k, n, wide_k, j0, BN, BP) > ROOM
-        s = _scores(eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, zero, big, BM, BN, FAST)
+        s = _scores(eq, ek, q, k, score, i, j, T, S, U, room, q_stride, k_stride, zero, big, BM, BN, FAST)
         if j0 + BN > least:
             s = tl.where(j[None, :] < count[:, None], s, float("-inf"))
         top = tl.maximum(m, tl.max(s, 1))
@@ -199,7 +225,7 @@ def _pairs(
             tl.store(by_key_tile, tl.zeros([BN, BM], by_key.dtype.element_ty))
         else:
             big = top_k + _largest(large_q, n, wide_q, i0, BM, BP) > ROOM
-            s = _scores(eq, ek, q, k, score, i, j, T, S, U, wide_q, wide_k, q_stride, k_stride, zero, big, BM, BN, FAST)
+            s = _scores(eq, ek, q, k, score, i, j, T, S, U, room, q_stride, k_stride, zero, big, BM, BN, FAST)
             norm = tl.load(lse + n.to(tl.int64) * T + i, mask=i < T, other=float("inf"))
             p = tl.where(j[None, :] < count[:, None], tl.exp2(s - norm[:, None]), 0.0)
             dot = _rows(do, i, i < T, do_stride, V, BV)
@@ -219,15 +245,15 @@ def _pairs(
 def _units(
     x, y, counts, ex, ey, large_x, large_y, ds, dx, dscore,
     x_batch, x_stride, x_head, y_batch, y_stride, y_head,
-    T, S, size, others, U, tiles, wide_q, wide_k, row0, rows, slice0, piece,
-    KEYS: tl.constexpr, H: tl.constexpr, BU: tl.constexpr, BX: tl.constexpr, BY: tl.constexpr, BP: tl.constexpr,
+    T, S, size, others, U, tiles, wide_q, wide_k, row0, slice0,
+    KEYS: tl.constexpr, H: tl.constexpr, BU: tl.constexpr, BX: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
     """Σ ds·(1 - tanh²) over positions y, for a tile of units and positions x.
 
-    With KEYS, x are keys and y the queries row0 .. row0 + rows - 1: adds to dx [N, units, wide_k]. Otherwise x are
-    these queries and y a piece of the keys: writes dx [pieces, slices, units, rows], and Σ ds·tanh to `dscore`
-    [pieces, slices, tiles, units].
+    With KEYS, x are keys and y the queries row0 .. row0 + ROWS - 1: adds to dx [N, units, wide_k]. Otherwise x are
+    these queries and y as many keys: writes dx [pieces, slices, units, ROWS], and Σ ds·tanh to `dscore`
+    [pieces, slices, tiles, units]. ex [N, units, wide], ey [N, wide, units].
     """
     groups = tl.cdiv(U, BU)
     u0 = tl.program_id(0) % groups * BU
@@ -244,75 +270,77 @@ def _units(
     p0 = tile * BX
     wide_x = wide_k
     wide_y = wide_q
-    lo = row0
-    hi = tl.minimum(row0 + rows, T)
-    if not KEYS:
+    step = wide_k
+    begin = row0
+    i = row0 + tl.arange(0, ROWS)
+    if KEYS:  # from the first query that sees a key of this tile
+        seen = tl.load(counts + i, mask=i < T, other=0) > p0
+        end = tl.minimum(row0 + ROWS, T)
+        lo = tl.min(tl.where(seen, i, end), 0) // GROUP * GROUP
+        ds -= row0 * wide_k
+    else:  # to the last key that a query of this tile sees
         p0 += row0
         wide_x = wide_q
         wide_y = wide_k
-        lo = tl.program_id(1) * piece
-        hi = tl.minimum(S, lo + piece)
+        step = ROWS
+        begin = tl.program_id(1) * ROWS
+        lo = begin
+        q = p0 + tl.arange(0, BX)
+        end = tl.minimum(begin + ROWS, tl.max(tl.load(counts + q, mask=q < T, other=0), 0).to(tl.int32))
+        ds -= row0
     p = p0 + tl.arange(0, BX)
-    count = tl.load(counts + p, mask=p < T, other=0).to(tl.int32)  # of x, if these are queries
     ex += (n.to(tl.int64) * groups * BU + u0) * wide_x
     ey += (n.to(tl.int64) * groups * BU + u0) * wide_y
-    ds += own.to(tl.int64) * rows * wide_k + p
-    step = wide_k
-    if KEYS:
-        ds -= row0 * wide_k
-    else:
-        ds -= row0
-        step = rows
+    ds += own.to(tl.int64) * ROWS * wide_k + p
     a = tl.load(ex + line[:, None] * wide_x + p[None, :])
-    top_x = _largest(large_x, n, wide_x, p0, BX, BP)
     acc = tl.zeros([BU, BX], tl.float32)
     first = tl.zeros([BU, BX], tl.float32)
     total = tl.zeros([BX], tl.float32)
-    for y0 in tl.range(lo, hi, BY):
-        reach = tl.max(count, 0)
-        least = y0
-        if KEYS:
-            i = y0 + tl.arange(0, BY)
-            reach = tl.max(tl.load(counts + i, mask=i < T, other=0), 0).to(tl.int32)
-            least = p0
-        if reach > least:
-            big = top_x + _largest(large_y, n, wide_y, y0, BY, BP) > ROOM
-            if big:
-                # row by row: a load of the whole tile would have another layout, and change that of the faster branch
-                raw = tl.zeros([BU, BX], tl.float32)
-                for unit in tl.range(u0, tl.minimum(u0 + BU, U)):
-                    row = tl.load(x + p.to(tl.int64) * x_stride + unit, mask=p < size, other=0.0).to(tl.float32)
-                    raw = tl.where((u == unit)[:, None], row[None, :], raw)
-                for at in tl.range(y0, y0 + BY):
-                    d1 = tl.load(ds + at * step).to(tl.float32)
-                    other = tl.load(y + at * y_stride + u, mask=(u < U) & (at < others), other=0.0).to(tl.float32)
-                    x1 = 1.0 + tl.exp2(tl.minimum((raw + other[:, None]) * TWICE, ROOM))
-                    t1 = 1.0 / x1 - 0.5
-                    w1 = d1[None, :] * t1
-                    acc += w1 * t1
-                    total += d1
-                    if not KEYS:
-                        first += w1
-            else:
-                for begin in tl.range(y0, y0 + BY, 2 * UNROLL):
-                    for more in tl.static_range(UNROLL):
-                        at = tl.multiple_of(begin, 2) + 2 * more
-                        d1 = tl.load(ds + at * step).to(tl.float32)
-                        d2 = tl.load(ds + (at + 1) * step).to(tl.float32)
-                        two = tl.load(ey + (line * wide_y + at)[:, None] + tl.arange(0, 2)[None, :])
-                        b1, b2 = tl.split(two)
-                        x1 = a * b1[:, None] + 1.0
-                        x2 = a * b2[:, None] + 1.0
-                        r = _inverse(x1 * x2, FAST)
-                        t1 = x2 * r - 0.5  # -tanh/2
-                        t2 = x1 * r - 0.5
-                        w1 = d1[None, :] * t1
-                        w2 = d2[None, :] * t2
-                        acc += w1 * t1
-                        acc += w2 * t2
-                        total += d1 + d2
-                        if not KEYS:
-                            first += w1 + w2
+    big = _largest(large_x, n, wide_x, p0, BX, BP) + _largest(large_y, n, wide_y, begin, ROWS, BP) > ROOM
+    if big:
+        # row by row: a load of the whole tile would have another layout, and change that of the faster branch
+        raw = tl.zeros([BU, BX], tl.float32)
+        for unit in tl.range(u0, tl.minimum(u0 + BU, U)):
+            row = tl.load(x + p.to(tl.int64) * x_stride + unit, mask=p < size, other=0.0).to(tl.float32)
+            raw = tl.where((u == unit)[:, None], row[None, :], raw)
+        for at in tl.range(lo, end):
+            d0 = tl.load(ds + at * step).to(tl.float32)
+            other = tl.load(y + at * y_stride + u, mask=(u < U) & (at < others), other=0.0).to(tl.float32)
+            t0 = 1.0 / (1.0 + tl.exp2(tl.minimum((raw + other[:, None]) * TWICE, LARGEST))) - 0.5
+            w0 = d0[None, :] * t0
+            acc += w0 * t0
+            total += d0
+            if not KEYS:
+                first += w0
+    else:
+        for at in tl.range(lo, end, GROUP, num_stages=STAGES):
+            four = at + tl.arange(0, GROUP)
+            d0, d1, d2, d3 = _four(tl.load(ds[:, None] + four[None, :] * step).to(tl.float32), BX)
+            b0, b1, b2, b3 = _four(tl.load(ey + (line * wide_y)[:, None] + four[None, :]), BU)
+            x0 = a * b0[:, None] + 1.0
+            x1 = a * b1[:, None] + 1.0
+            x2 = a * b2[:, None] + 1.0
+            x3 = a * b3[:, None] + 1.0
+            low = x0 * x1
+            high = x2 * x3
+            r = _inverse(low * high, FAST)
+            high *= r  # 1/(x0·x1)
+            low *= r
+            t0 = x1 * high - 0.5  # -tanh/2
+            t1 = x0 * high - 0.5
+            t2 = x3 * low - 0.5
+            t3 = x2 * low - 0.5
+            w0 = d0[None, :] * t0
+            w1 = d1[None, :] * t1
+            w2 = d2[None, :] * t2
+            w3 = d3[None, :] * t3
+            acc += w0 * t0
+            acc += w1 * t1
+            acc += w2 * t2
+            acc += w3 * t3
+            total += (d0 + d1) + (d2 + d3)
+            if not KEYS:
+                first += (w0 + w1) + (w2 + w3)
     grad = total[None, :] - 4.0 * acc
     if KEYS:
         place = dx + (n.to(tl.int64) * groups * BU + u)[:, None] * wide_k + p[None, :]
@@ -320,7 +348,7 @@ def _units(
     else:
         slices = tl.num_programs(0) // groups // tiles
         which = tl.program_id(1).to(tl.int64) * slices + own
-        tl.store(dx + (which * groups * BU + u)[:, None] * rows + (p - row0)[None, :], grad)
+        tl.store(dx + (which * groups * BU + u)[:, None] * ROWS + (p - row0)[None, :], grad)
         tl.store(dscore + (which * tiles + tile) * groups * BU + u, -2.0 * tl.sum(first, 1))
 
 
@@ -342,7 +370,8 @@ class Powers(NamedTuple):
     """What the units read of q or k."""
 
     x: Tensor  # [B, T, H, U], q or k itself, for exponents that are too large
-    powers: Tensor  # [N, units, wide], exp(2x)
+    by_position: Tensor  # [N, wide, units], exp(2x)
+    by_unit: Tensor  # [N, units, wide], the same, for the backward
     largest: Tensor  # [N, wide / OTHERS], the largest exponent of some positions
     wide: int  # a multiple of the rows of every tile
 
@@ -375,8 +404,8 @@ class Call(NamedTuple):
         warps, stages, registers = LAUNCHES[kernel]
         return warps, stages, registers if self.v.shape[3] <= NARROW else 255
 
-    def powers(self) -> tuple[Powers, Powers]:
-        return _power(self.q), _power(self.k)
+    def powers(self, both: bool) -> tuple[Powers, Powers]:
+        return _power(self.q, both), _power(self.k, both)
 
     def weights(self) -> Tensor:
         """What the kernels multiply 1/(1 + E) by, [H, units]: in base 2, and 0 for units that do not exist."""
@@ -384,14 +413,16 @@ class Call(NamedTuple):
         return F.pad(score, (0, blocks_of(score.shape[1], UNITS) * UNITS - score.shape[1])).contiguous()
 
 
-def _power(x: Tensor) -> Powers:
+def _power(x: Tensor, both: bool) -> Powers:
     B, size, H, U = x.shape
-    wide = blocks_of(size, ROWS) * ROWS
-    powers = torch.empty(B * H, blocks_of(U, UNITS) * UNITS, wide, device=x.device)
+    wide, units = blocks_of(size, ROWS) * ROWS, blocks_of(U, UNITS) * UNITS
+    by_position = torch.empty(B * H, wide, units, device=x.device)
+    by_unit = torch.empty(B * H, units, wide, device=x.device) if both else by_position
     largest = torch.empty(B * H, wide // OTHERS, device=x.device)
-    plan = Plan((wide // OTHERS, B * H), (*x.stride()[:3], size, wide, U), {"H": H, "BU": UNITS, "BP": OTHERS})
-    launch(_powers, (x, powers, largest), plan)
-    return Powers(x, powers, largest, wide)
+    constants = {"BOTH": both, "H": H, "BU": UNITS, "BP": OTHERS}
+    plan = Plan((wide // OTHERS, B * H), (*x.stride()[:3], size, wide, U), constants)
+    launch(_powers, (x, by_position, by_unit, largest), plan)
+    return Powers(x, by_position, by_unit, largest, wide)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -404,7 +435,7 @@ def forward(x: Call) -> tuple[Tensor, Tensor]:
     (B, T, H, U), S = q.shape, k.shape[1]
     o = torch.empty(B, T, H, v.shape[3], device=q.device, dtype=v.dtype)
     lse = torch.empty(B * H, T, device=q.device)
-    (_, eq, large_q, wide_q), (_, ek, large_k, wide_k) = x.powers()
+    (_, eq, _, large_q, wide_q), (_, ek, _, large_k, wide_k) = x.powers(False)
     tiles = blocks_of(T, x.tile["BM"])
     numbers = (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k, 0.0)
     plan = Plan((tiles * B * H,), numbers, x.constants, *x.launches("forward"))
@@ -419,9 +450,9 @@ def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tenso
     delta = torch.empty_like(lse)
     few = {name: constants[name] for name in ("H", "V", "BV", "BM")}
     launch(_delta, (o, do, delta), Plan((blocks_of(T, x.tile["BM"]), N), (*_strides(do), T), few))
-    queries, keys = x.powers()
+    queries, keys = x.powers(True)
     piece = Piece(x, queries, keys, do, lse, delta, x.weights())
-    dq, dk = torch.empty_like(queries.powers), torch.zeros_like(keys.powers)
+    dq, dk = torch.empty_like(queries.by_unit), torch.zeros_like(keys.by_unit)
     dv = torch.zeros(N, S, V, device=device)
     dscore = torch.zeros(dq.shape[:2], device=device)
     slices = max(1, min(N, HELD // (ROWS * keys.wide)))
@@ -460,7 +491,7 @@ class Piece(NamedTuple):
         (q, k, v, counts, _), count = self.x, own.stop - own.start
         T, S, U = q.shape[1], k.shape[1], q.shape[3]
         tiles = blocks_of(S, POSITIONS) * POSITIONS // self.x.tile["BN"]  # what `_units` reads must have been written
-        (_, eq, large_q, wide_q), (_, ek, large_k, wide_k) = self.queries, self.keys
+        (_, eq, _, large_q, wide_q), (_, ek, _, large_k, wide_k) = self.queries, self.keys
         numbers = (*_strides(q, k, v, self.do), T, S, U, tiles, wide_q, wide_k, row0, ROWS, own.start, 0.0)
         read = (q, k, v, self.do, counts, self.weights, eq, ek, large_q, large_k, self.lse, self.delta)
         plan = Plan((tiles * count,), numbers, self.x.constants, *self.x.launches("pairs"))
@@ -475,8 +506,8 @@ class Piece(NamedTuple):
     def of_queries(self, own: slice, row0: int, by_key: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of the queries [slices, units, ROWS], not yet times the score, and what they give to the
         gradient of the score, [slices, units]."""
-        pieces, tiles, count = blocks_of(self.x.k.shape[1], PIECE), ROWS // POSITIONS, own.stop - own.start
-        units = self.queries.powers.shape[1]
+        pieces, tiles, count = blocks_of(self.x.k.shape[1], ROWS), ROWS // POSITIONS, own.stop - own.start
+        units = self.queries.by_unit.shape[1]
         parts = self.weights.new_empty(pieces, count, units, ROWS)
         shares = self.weights.new_empty(pieces, count, tiles, units)
         self._units(own, row0, (self.queries, self.keys), tiles, pieces, (by_key, parts, shares))
@@ -485,13 +516,13 @@ class Piece(NamedTuple):
     def _units(
         self, own: slice, row0: int, sides: tuple[Powers, Powers], tiles: int, pieces: int, rest: tuple[Tensor, ...]
     ) -> None:
-        (x, ex, large_x, _), (y, ey, large_y, _) = sides
+        (x, _, ex, large_x, _), (y, _, ey, large_y, _) = sides
         _, T, H, U = self.x.q.shape
         wides = self.queries.wide, self.keys.wide
         sizes = (T, self.x.k.shape[1], x.shape[1], y.shape[1], U, tiles)
-        numbers = (*_strides(x, y), *sizes, *wides, row0, ROWS, own.start, PIECE)
-        tile = {"BU": UNITS, "BX": POSITIONS, "BY": OTHERS, "BP": OTHERS}
+        numbers = (*_strides(x, y), *sizes, *wides, row0, own.start)
+        tile = {"BU": UNITS, "BX": POSITIONS, "ROWS": ROWS, "BP": OTHERS}
         constants = {"KEYS": sides[0] is self.keys, "H": H, **tile, "FAST": FAST}
         grid = (blocks_of(U, UNITS) * tiles * (own.stop - own.start), pieces)
-        plan = Plan(grid, numbers, constants, *LAUNCHES["units"])
+        plan = Plan(grid, numbers, constants, *LAUNCHES["keys" if constants["KEYS"] else "queries"])
         launch(_units, (x, y, self.x.counts, ex, ey, large_x, large_y, *rest), plan)
