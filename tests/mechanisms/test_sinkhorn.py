@@ -1,11 +1,14 @@
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from subquad import build
-from subquad.mechanisms.sinkhorn import Sinkhorn, balance
+from subquad.machine import allocation_peak
+from subquad.mechanisms import sinkhorn
+from subquad.mechanisms.sinkhorn import Sinkhorn, balance, beside_sorted
 
 BLOCK, WIDTH = 6, 16
 
@@ -114,6 +117,49 @@ def test_balancing_makes_rows_and_columns_sum_to_one() -> None:
     order = torch.tensor([2, 0, 3, 1])
     near = balance(50 * torch.eye(4, dtype=torch.float64)[order], 8)
     torch.testing.assert_close(near, torch.eye(4, dtype=torch.float64)[order])
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 8])
+@pytest.mark.parametrize("size", [1, 30])
+def test_balancing_is_the_plain_loop(iterations: int, size: float) -> None:
+    """With blocks of padding, whose part of the matrix is the identity."""
+    logits = size * tokens(2, 2, 7, 7)
+    logits[1, :, 4:] = logits[1, :, :, 4:] = -math.inf
+    logits[1, :, range(4, 7), range(4, 7)] = 0
+    same_with_gradients(balance, sinkhorn._balance_plain, [logits.requires_grad_()], iterations)
+
+
+def test_sorted_blocks_beside_their_own_are_a_plain_product() -> None:
+    sort, wide = tokens(2, 3, 4, 4).requires_grad_(), tokens(2, 20, 9, 5).requires_grad_()
+    ours, plain = (
+        lambda sort, wide, f=f: f(sort, wide[:, :, 2:5]) for f in (beside_sorted, sinkhorn._beside_sorted_plain)
+    )
+    same_with_gradients(ours, plain, [sort, wide])
+
+
+def same_with_gradients(ours: Any, plain: Any, inputs: list[Tensor], *more: Any) -> None:
+    results = []
+    for f in (ours, plain):
+        o = f(*inputs, *more)
+        results.append([o, *torch.autograd.grad((o * tokens(*o.shape, seed=2)).sum(), inputs)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_of_the_balancing_cannot_be_differentiated() -> None:
+    logits = tokens(4, 4).requires_grad_()
+    (grad,) = torch.autograd.grad(balance(logits, 2).square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_balancing_keeps_no_matrix_of_an_iteration() -> None:
+    logits = tokens(200, 200).requires_grad_()
+
+    def peak(iterations: int) -> int:
+        return allocation_peak(lambda: balance(logits, iterations).sum().backward())
+
+    assert peak(12) - peak(2) < logits.nbytes
 
 
 @pytest.mark.parametrize("causal", [False, True])

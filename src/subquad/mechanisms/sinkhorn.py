@@ -21,18 +21,19 @@ Verified    tests/mechanisms/test_sinkhorn.py: R = I is block-local attention, R
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from subquad.checks import refuse
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.ops import ordered
-from subquad.ops.impl import choose
+from subquad.ops.impl import choose, exporting, traced
 from subquad.ops.lengths import first, padding
 from subquad.ops.precision import uncast, wide_type
 
@@ -68,7 +69,8 @@ class Sinkhorn(Attention):
             return self.heads.merge(self._by_kernels(q, k, v))
         n = torch.full((batch,), size, device=x.device) if lengths is None else lengths.clamp(min=1)
         present = torch.arange(size + padding(size, block), device=x.device) < n[:, None]
-        q, k, v = (t.masked_fill(~first(present, size)[..., None, None], 0) for t in (q, k, v))
+        if lengths is not None:
+            q, k, v = (t.masked_fill(~first(present, size)[..., None, None], 0) for t in (q, k, v))
         with uncast(x):
             sort = self._sort(q, k, n)  # [B, H, N, N], at least float32
             present = present.unflatten(1, (-1, block))  # [B, N, C]
@@ -110,19 +112,11 @@ class Sinkhorn(Attention):
             sort = self._sort(q, k, torch.full((batch,), size, device=q.device)).to(v.dtype)
         blocks, causal = size // self.options.block, self.options.causal
         q, k = self._rotate(q, k)
-        k, v = (torch.cat((self._sorted(sort, t), t), dim=1) for t in (k, v))
+        q = q.contiguous()  # a view would keep the projections of k and v until backward
+        k, v = (beside_sorted(sort, t) for t in (k, v))
         order = ordered.by_blocks((batch, heads), blocks, self.options.block, not causal, q.device)
         rule = ordered.Rule(causal=causal, scale=q.shape[-1] ** -0.5)
         return ordered.ordered_attention(q, k, v, order, rule, impl=self.options.impl)
-
-    def _sorted(self, sort: Tensor, t: Tensor) -> Tensor:
-        """Sorted blocks, [B, T, H, K]. For backward only t itself is kept, not its copy in the order of the product."""
-
-        def product(sort: Tensor, t: Tensor) -> Tensor:
-            mixed = sort @ self._blocks(t).permute(0, 3, 1, 2, 4).flatten(3)  # [B, H, N, C·K]
-            return mixed.unflatten(-1, (-1, t.shape[-1])).permute(0, 2, 3, 1, 4).flatten(1, 2)
-
-        return checkpoint(product, sort, t, use_reentrant=False) if torch.is_grad_enabled() else product(sort, t)
 
     def _define(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         q, k, v = self.heads.split(x)  # not rotated: R ignores positions
@@ -200,9 +194,89 @@ class Sinkhorn(Attention):
         return torch.cat(rows, dim=1)
 
 
+def beside_sorted(sort: Tensor, t: Tensor) -> Tensor:
+    """The sorted blocks, then the blocks: sort [B, H, N, N], t [B, T, H, K] of whole blocks -> [B, 2·T, H, K]."""
+    if traced():
+        return _beside_sorted_plain(sort, t)
+    both: Tensor = _BesideSorted.apply(sort, t)
+    return both
+
+
+def _beside_sorted_plain(sort: Tensor, t: Tensor) -> Tensor:
+    mixed = sort @ t.unflatten(1, (sort.shape[-1], -1)).permute(0, 3, 1, 2, 4).flatten(3)  # [B, H, N, C·K]
+    return torch.cat((mixed.unflatten(-1, (-1, t.shape[-1])).permute(0, 2, 3, 1, 4).flatten(1, 2), t), dim=1)
+
+
+class _BesideSorted(torch.autograd.Function):
+    """The product reads its factor in the half where that has to be, and writes the other half. Only both are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, sort: Tensor, t: Tensor) -> Tensor:
+        (batch, size, heads, width), blocks = t.shape, sort.shape[-1]
+        both = t.new_empty(batch * heads, 2, blocks, size // blocks * width)  # [B·H, 2, N, C·K]
+        whole = both.view(batch, heads, 2 * size, width)
+        whole[:, :, size:].copy_(t.transpose(1, 2))
+        mixed, own = both.unbind(1)
+        torch.bmm(sort.flatten(0, 1), own, out=mixed)
+        ctx.save_for_backward(sort, both)
+        return whole.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        sort, both = ctx.saved_tensors
+        of_mixed, of_own = (t.transpose(1, 2) for t in grad.chunk(2, dim=1))  # [B, H, T, K]
+        rows = of_mixed.reshape(both[:, 1].shape)
+        of_sort = torch.bmm(rows, both[:, 1].mT).view(sort.shape)
+        back = torch.bmm(sort.flatten(0, 1).mT, rows)
+        del rows
+        return of_sort, (of_own + back.view(of_own.shape)).transpose(1, 2)
+
+
 def balance(logits: Tensor, iterations: int) -> Tensor:
     """Sinkhorn's iterations in log space: divide the columns, then the rows, of exp(logits) by their sums; repeat."""
+    # an exported program would lose the backward of an autograd.Function; a compiled one keeps it
+    if exporting() or torch._C._are_functorch_transforms_active():
+        return _balance_plain(logits, iterations)
+    balanced: Tensor = _Balance.apply(logits, iterations)
+    return balanced
+
+
+def _balance_plain(logits: Tensor, iterations: int) -> Tensor:
     for _ in range(iterations):
         logits = logits - logits.logsumexp(-2, keepdim=True)
         logits = logits - logits.logsumexp(-1, keepdim=True)
     return logits.exp()
+
+
+class _Balance(torch.autograd.Function):
+    """Of an iteration it keeps the logarithms of its sums, not its two matrices, which backward computes again."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, iterations: int) -> Tensor:
+        sums = [torch.zeros_like(logits[..., :1])]  # of rows, columns, rows, columns, ..., rows
+        for _ in range(iterations):
+            for dim in (-2, -1):
+                sums.append(_logsumexp(logits - sums[-1], dim))
+        ctx.save_for_backward(logits, *sums)
+        return (logits - sums[-2]).sub_(sums[-1]).exp_()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, *sums = ctx.saved_tensors
+        # the logarithm of the result is logits - sums[-2] - sums[-1], and sums[n] is a function of logits - sums[n - 1]
+        total = (logits - sums[-2]).sub_(sums[-1]).exp_().mul_(grad)
+        of_sum, of_before = -total.sum(-1, keepdim=True), -total.sum(-2, keepdim=True)
+        none = total.new_zeros(())
+        for n in range(len(sums) - 1, 0, -1):
+            part = (logits - sums[n - 1]).sub_(sums[n]).exp_().mul_(of_sum)
+            total += part
+            of_sum, of_before = of_before - part.sum(n % 2 - 2, keepdim=True), none
+        return total, None
+
+
+def _logsumexp(x: Tensor, dim: int) -> Tensor:
+    """The same as torch's, which would not overwrite x."""
+    largest = x.amax(dim, keepdim=True)
+    return x.sub_(largest).exp_().sum(dim, keepdim=True).log_().add_(largest)

@@ -310,12 +310,14 @@ def _gradients(do: Tensor, o: Tensor, lse: Tensor, own: Tensor, *given: Any) -> 
 
 def _gradient_shapes(do: Tensor, o: Tensor, lse: Tensor, own: Tensor, *given: Any) -> tuple[Tensor, ...]:  # noqa: ARG001
     q, k, v = given[:3]
-    return torch.empty_like(q), q.new_empty(0) if k is None else torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), q.new_empty(0 if k is None else k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output, *inputs[:INPUTS])
     ctx.rule = inputs[INPUTS:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # the last output is as large as the first
 
 
 def _backward(ctx: Any, do: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -63,7 +63,7 @@ def one_over_lengths(
 @triton.jit
 def _program(tiles, H: tl.constexpr, R: tl.constexpr, round0):
     """Batch row, head and round of this program, and the number of its row of the index."""
-    h = tl.program_id(0) // tiles % H
+    h = (tl.program_id(0) // tiles % H).to(tl.int64)
     b = (tl.program_id(0) // tiles // H).to(tl.int64)
     r = round0 + tl.program_id(1)
     return b, h, r, (b * H + h) * R + r
@@ -529,7 +529,7 @@ def gradients(
         plan = call.plan(order.keys.shape[1], both, (r, 1), k_row, int(r > 0 or together))
         launch(dkv_of, (*call.tensors(), order.keys, do, lse, delta, share, k_before, k_into, v_before, v_into), plan)
     if call.lists:
-        dq = _collect(dq, back, None, torch.empty_like(call.q))
+        dq = _collect(dq, back, None, dq.new_empty(call.q.shape))
         back = _places(order.key.view(batch, heads, -1), call.k.shape[1])
         dk, dv = (_collect(x, back, None, x.new_empty(*call.k.shape[:3], width)) for x in (dk, dv))
         if shared:
