@@ -149,7 +149,9 @@ def test_compiles_for_hopper(width: int, dtype: str) -> None:
     wide = triton.next_power_of_2(width)
     constants = {"D": width, "W": wide, "BM": kernels.TILE // wide, "P": 528, "ADD": True, "RMS": False, "TWO": False}
     constants |= {"SUM": True, "ADDED": True, "DROP": True}
-    types = {"R": "i32", "eps": "fp32", "share": "fp32", "seed": "*i64"} | dict.fromkeys(("mean", "scale", "parts", "s", "ds", "dx", "x"), "*fp32")
+    types = {"R": "i32", "eps": "fp32", "share": "fp32", "seed": "*i64"} | dict.fromkeys(
+        ("mean", "scale", "parts", "s", "ds", "dx", "x"), "*fp32"
+    )
     for kernel in (kernels.normalise, kernels.gradients):
         signature, constexprs = {}, {}
         for i, name in enumerate(kernel.arg_names):
