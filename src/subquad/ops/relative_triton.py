@@ -1,10 +1,13 @@
 """The kernels of `relative.relative_attention`: flash attention over a band whose scores depend on the distance.
 
 The score of a pair needs (q + w)·r at its distance. For a tile of queries and a run of distances that is a matrix
-product, but its rows are shifted against those of the scores: query a reads distance o at key o + a. The shift goes
-through memory: each program writes the products to its own scratch with rows of W + 1, and reads them with rows of W.
-There are only as many programs as the GPU holds at once, each with many tiles, so the scratch stays in the cache and
-does not grow with the length. The gradients of scores go the same way back.
+product, but its rows are shifted against those of the scores: query a reads distance x at key x + a. What a tile of B
+queries and B keys needs lies in the products with two runs of B distances, at key (x + a) mod B of one or the other. So
+each entry is taken from the run that has it, and the row of query a is then turned by a, among the threads of a warp.
+
+The gradients of scores go the other way after all of a tile's are known, through memory: each program of `_queries`
+writes them to its own scratch with rows of W, and reads them with rows of W + 1. There are only as many programs as the
+GPU holds at once, each with many tiles, so the scratch stays in the cache and does not grow with the length.
 
 Legend: T queries, S keys, o = j - offset - i + before the entry of r for the pair (i, j), span the last entry, B rows
 of a tile.
@@ -21,7 +24,7 @@ from subquad.ops.launch import Plan, blocks_of, launch, multiprocessors, shared_
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
-SCRATCH = 2**27  # most bytes of scratch, of all programs together
+SCRATCH = 2**28  # most bytes of scratch and of the sums of dr, of all programs together
 
 # arguments that change with lengths and windows: Triton must not compile another kernel if one is 1
 CHANGING = ["T", "S", "offset", "before", "span", "tiles", "work", "programs"]
@@ -38,13 +41,13 @@ class Config(NamedTuple):
 
 # by kernel and the bytes of a row of one head, at least 128
 CONFIGS: dict[tuple[str, int], Config] = {
-    ("forward", 128): Config(64, 4, 2, 3, 168, 49152),
-    ("forward", 256): Config(64, 4, 2, 2, 255, 114688),
-    ("forward", 512): Config(32, 4, 1, 2, 255, 49152),
-    ("queries", 128): Config(64, 4, 2, 2, 255, 65536),
-    ("queries", 256): Config(64, 8, 1, 1, 255, 98304),
-    ("queries", 512): Config(32, 4, 1, 2, 255, 81920),
-    ("keys", 128): Config(64, 4, 2, 2, 255, 57856),
+    ("forward", 128): Config(64, 4, 2, 2, 255, 73728),
+    ("forward", 256): Config(64, 8, 2, 1, 255, 163840),
+    ("forward", 512): Config(32, 4, 1, 2, 255, 81920),
+    ("queries", 128): Config(64, 4, 2, 2, 255, 90112),
+    ("queries", 256): Config(64, 8, 1, 1, 255, 114688),
+    ("queries", 512): Config(32, 4, 1, 2, 255, 114688),
+    ("keys", 128): Config(64, 4, 2, 2, 255, 123392),
     ("keys", 256): Config(64, 8, 1, 1, 255, 131072),
     ("keys", 512): Config(32, 4, 1, 2, 255, 98304),
 }
@@ -88,19 +91,20 @@ def _limits(first, last, b, S, RANGES: tl.constexpr):
 
 
 @triton.jit
-def _products(room, qw, r, W, span, c_lo, c_hi, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
+def _turned(now, past, B: tl.constexpr):
+    """Products of B queries with two runs of B distances, `now` with the later one -> those of B queries and B keys."""
+    a = tl.arange(0, B)[:, None]
+    x = tl.arange(0, B)[None, :]
+    return tl.gather(tl.where(x + a < B, now, past), (x - a) & (B - 1), 1)
+
+
+@triton.jit
+def _products(qw, r, o0, span, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
-    """Writes (q + w)·r of a tile of queries to the scratch, for all keys c_lo .. c_hi - 1 counted from the first that
-    the tile's first query sees."""
-    a = tl.arange(0, B)
-    lo = tl.maximum(c_lo - B + 1, 0) // B * B
-    hi = tl.minimum(c_hi, span + 1)
-    for o0 in tl.range(lo, hi, B):
-        o = o0 + a
-        rt = _rows(r, o, o <= span, R, D, BD)
-        far = tl.dot(qw, rt.T, input_precision=PRECISION)
-        tl.store(room + a[:, None] * (W + 1) + o[None, :], far.to(room.dtype.element_ty), mask=(o <= span)[None, :])
-    tl.debug_barrier()
+    """(q + w)·r of a tile of queries and the distances from entry o0 on."""
+    o = o0 + tl.arange(0, B)
+    rt = _rows(r, o, (o >= 0) & (o <= span), R, D, BD)
+    return tl.dot(qw, rt.T, input_precision=PRECISION)
 
 
 @triton.jit
@@ -110,12 +114,10 @@ def _inside(c0, j0, span, klo, khi, B: tl.constexpr):
 
 
 @triton.jit
-def _scores(qu, kt, room, start, c0, W, span, klo, khi, scale, B: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(qu, kt, far, start, c0, span, klo, khi, scale, B: tl.constexpr, PRECISION: tl.constexpr):
     """The scores of a tile of queries and keys start + c0 .., in base 2; -inf for pairs that are not seen."""
     a = tl.arange(0, B)
-    s = tl.dot(qu, kt.T, input_precision=PRECISION)
-    s += tl.load(room + a[:, None] * W + c0 + a[None, :]).to(tl.float32)
-    s *= scale
+    s = (tl.dot(qu, kt.T, input_precision=PRECISION) + far) * scale
     if not _inside(c0, start + c0, span, klo, khi, B):
         o = c0 + a[None, :] - a[:, None]
         j = start + c0 + a
@@ -126,16 +128,16 @@ def _scores(qu, kt, room, start, c0, W, span, klo, khi, scale, B: tl.constexpr, 
 
 @triton.jit(do_not_specialize=CHANGING)
 def _forward(
-    q, k, v, r, u, w, o, lse, scratch, first, last,
+    q, k, v, r, u, w, o, lse, first, last,
     q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head,
-    W, T, S, offset, before, span, tiles, work, programs, scale_log2,
+    T, S, offset, before, span, tiles, work, programs, scale_log2,
     RANGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     a = tl.arange(0, B)
-    room = scratch + tl.program_id(0).to(tl.int64) * B * W
     h = tl.program_id(0) % H
     kh = k + h * k_head
     vh = v + h * v_head
+    rh = r + h * D
     for at in tl.range(tl.program_id(0) // H, work, programs // H):
         b = (at // tiles).to(tl.int64)
         i0 = at % tiles * B
@@ -147,15 +149,18 @@ def _forward(
         qt = _rows(q + b * q_batch + h * q_head, i, i < T, q_stride, D, BD).to(tl.float32)
         qu = (qt + _vector(u + h * D, D, BD)).to(q.dtype.element_ty)
         qw = (qt + _vector(w + h * D, D, BD)).to(q.dtype.element_ty)
-        _products(room, qw, r + h * D, W, span, c_lo, c_hi, H * D, D, BD, B, PRECISION)
+        past = _products(qw, rh, c_lo - B, span, H * D, D, BD, B, PRECISION)
         m = tl.full([B], float("-inf"), tl.float32)
         z = tl.zeros([B], tl.float32)
         acc = tl.zeros([B, BD], tl.float32)
         for c0 in tl.range(c_lo, c_hi, B):
             j = start + c0 + a
             there = (j >= klo) & (j < khi)
+            now = _products(qw, rh, c0, span, H * D, D, BD, B, PRECISION)
+            far = _turned(now, past, B)
+            past = now
             kt = _rows(kh + b * k_batch, j, there, k_stride, D, BD)
-            s = _scores(qu, kt, room, start, c0, W, span, klo, khi, scale_log2, B, PRECISION)
+            s = _scores(qu, kt, far, start, c0, span, klo, khi, scale_log2, B, PRECISION)
             top = tl.maximum(m, tl.max(s, 1))
             base = tl.where(top == float("-inf"), 0.0, top)
             p = tl.exp2(s - base[:, None])
@@ -168,25 +173,25 @@ def _forward(
         z = tl.where(alive, z, 1.0)
         _store(o + (b * T * H + h) * D, i, i < T, acc / z[:, None], H * D, D, BD)
         tl.store(lse + (b * H + h) * T + i, tl.where(alive, m + tl.log2(z), float("-inf")), mask=i < T)
-        tl.debug_barrier()  # before the next tile writes to the scratch
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def _queries(
-    q, k, v, r, u, w, o, do, lse, delta, dq, sums, dr, scratch, first, last,
+    q, k, v, r, u, w, o, do, lse, delta, qus, qws, dq, sums, dr, scratch, first, last,
     q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, do_batch, do_stride, do_head,
-    W, T, S, offset, before, span, tiles, work, programs, scale, scale_log2,
+    T, S, offset, before, span, tiles, work, programs, scale, scale_log2,
     RANGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+    W: tl.constexpr,
 ):  # fmt: skip
-    """dq, and of each program its part of du and dw, in `sums` [programs, 2, D], and of dr, in `dr` [programs, W, BD].
+    """dq, and of each program its part of du and dw, in `sums` [programs, 2, D], and of dr, in `dr` [programs, O, BD].
 
-    `dr` starts with zeros. Also writes delta = Σ do·o of each query, for `_keys`.
+    `dr` starts with zeros; O is whole tiles. It also writes what `_keys` reads: q + u, q + w and delta = Σ do·o.
     """
     a = tl.arange(0, B)
     d = tl.arange(0, BD)
     program = tl.program_id(0).to(tl.int64)
     room = scratch + program * B * W
-    dr += program * W * BD
+    dr += program * (span // B + 1) * B * BD
     h = tl.program_id(0) % H
     kh = k + h * k_head
     vh = v + h * v_head
@@ -205,19 +210,25 @@ def _queries(
         qu = (qt + _vector(u + h * D, D, BD)).to(q.dtype.element_ty)
         qw = (qt + _vector(w + h * D, D, BD)).to(q.dtype.element_ty)
         dot = _rows(do + b * do_batch + h * do_head, i, i < T, do_stride, D, BD)
-        ot = _rows(o + (b * T * H + h) * D, i, i < T, H * D, D, BD)
+        own_rows = (b * T * H + h) * D
+        ot = _rows(o + own_rows, i, i < T, H * D, D, BD)
         norm = tl.load(lse + (b * H + h) * T + i, mask=i < T, other=float("inf"))
         # a row that sees nothing has -inf: its probabilities must be 0, not exp(-inf + inf)
         norm = tl.where(norm == float("-inf"), float("inf"), norm)
         own = tl.sum(dot.to(tl.float32) * ot.to(tl.float32), 1)
         tl.store(delta + (b * H + h) * T + i, own, mask=i < T)
-        _products(room, qw, rh, W, span, c_lo, c_hi, H * D, D, BD, B, PRECISION)
+        _store(qus + own_rows, i, i < T, qu, H * D, D, BD)
+        _store(qws + own_rows, i, i < T, qw, H * D, D, BD)
+        past = _products(qw, rh, c_lo - B, span, H * D, D, BD, B, PRECISION)
         near = tl.zeros([B, BD], tl.float32)
         for c0 in tl.range(c_lo, c_hi, B):
             j = start + c0 + a
             there = (j >= klo) & (j < khi)
+            now = _products(qw, rh, c0, span, H * D, D, BD, B, PRECISION)
+            far = _turned(now, past, B)
+            past = now
             kt = _rows(kh + b * k_batch, j, there, k_stride, D, BD)
-            s = _scores(qu, kt, room, start, c0, W, span, klo, khi, scale_log2, B, PRECISION)
+            s = _scores(qu, kt, far, start, c0, span, klo, khi, scale_log2, B, PRECISION)
             p = tl.exp2(s - norm[:, None])
             vt = _rows(vh + b * v_batch, j, there, v_stride, D, BD)
             dp = tl.dot(dot, vt.T, input_precision=PRECISION)
@@ -226,40 +237,38 @@ def _queries(
             tl.store(room + a[:, None] * W + c0 + a[None, :], ds)
         tl.debug_barrier()
         far = tl.zeros([B, BD], tl.float32)
-        lo = tl.maximum(c_lo - B + 1, 0) // B * B
+        lo = tl.maximum(c_lo - B, 0)
         hi = tl.minimum(c_hi, span + 1)
+        end = c_lo + tl.cdiv(c_hi - c_lo, B) * B  # before it, from c_lo on, `ds` was written
         for o0 in tl.range(lo, hi, B):
             e = o0 + a
+            place = dr + e[:, None] * BD + d[None, :]
+            so_far = tl.load(place)
             c = e[None, :] + a[:, None]
-            written = (e <= span)[None, :] & (c >= c_lo) & (c < tl.cdiv(c_hi - c_lo, B) * B + c_lo)
-            ds = tl.load(room + a[:, None] * (W + 1) + e[None, :], mask=written, other=0.0)
+            ds = tl.load(room + a[:, None] * (W + 1) + e[None, :], mask=(c >= c_lo) & (c < end), other=0.0)
             rt = _rows(rh, e, e <= span, H * D, D, BD)
             far = tl.dot(ds, rt, far, input_precision=PRECISION)
-            place = dr + e[:, None] * BD + d[None, :]
-            tl.store(place, tl.dot(tl.trans(ds), qw, tl.load(place), input_precision=PRECISION))
-        _store(dq + (b * T * H + h) * D, i, i < T, (near + far) * scale, H * D, D, BD)
+            tl.store(place, so_far + tl.dot(tl.trans(ds), qw, input_precision=PRECISION))
+        _store(dq + own_rows, i, i < T, (near + far) * scale, H * D, D, BD)
         du += tl.sum(near, 0) * scale
         dw += tl.sum(far, 0) * scale
-        tl.debug_barrier()
+        tl.debug_barrier()  # before the next tile writes to the scratch and adds to the same sums
     tl.store(sums + program * 2 * BD + d, du)
     tl.store(sums + program * 2 * BD + BD + d, dw)
 
 
 @triton.jit(do_not_specialize=CHANGING)
 def _keys(
-    q, k, v, r, u, w, do, lse, delta, dk, dv, scratch, first, last,
-    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, do_batch, do_stride, do_head,
-    W, T, S, offset, before, span, tiles, work, programs, scale, scale_log2,
+    qus, qws, k, v, r, do, lse, delta, dk, dv, first, last,
+    k_batch, k_stride, k_head, v_batch, v_stride, v_head, do_batch, do_stride, do_head,
+    T, S, offset, before, span, tiles, work, programs, scale, scale_log2,
     RANGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of tiles of keys. A tile's queries are counted from the first that sees its first key."""
     a = tl.arange(0, B)
-    room = scratch + tl.program_id(0).to(tl.int64) * B * W
     h = tl.program_id(0) % H
-    qh = q + h * q_head
+    rh = r + h * D
     doh = do + h * do_head
-    uh = _vector(u + h * D, D, BD)
-    wh = _vector(w + h * D, D, BD)
     for at in tl.range(tl.program_id(0) // H, work, programs // H):
         b = (at // tiles).to(tl.int64)
         j0 = at % tiles * B
@@ -271,18 +280,8 @@ def _keys(
         c_hi = tl.minimum(T - start, span + B)
         if (j0 >= khi) | (j0 + B <= klo):
             c_hi = c_lo
-        for c0 in tl.range(c_lo, c_hi, B):
-            i = start + c0 + a
-            qt = _rows(qh + b * q_batch, i, (i >= 0) & (i < T), q_stride, D, BD).to(tl.float32)
-            qw = (qt + wh).to(q.dtype.element_ty)
-            for half in tl.static_range(2):
-                e = span - c0 - (B - 1) + B * half + a
-                rt = _rows(r + h * D, e, (e >= 0) & (e <= span), H * D, D, BD)
-                far = tl.dot(rt, tl.trans(qw), input_precision=PRECISION)  # [distances, queries]
-                c = a[:, None] + a[None, :] - (B - 1) + B * half  # the key of each
-                place = room + c0 * B + c * B + a[None, :]
-                tl.store(place, far.to(room.dtype.element_ty), mask=(c >= 0) & (c < B))
-        tl.debug_barrier()
+        qu = qus + (b * T * H + h) * D
+        qw = qws + (b * T * H + h) * D
         kt = _rows(k + b * k_batch + h * k_head, j, there, k_stride, D, BD)
         vt = _rows(v + b * v_batch + h * v_head, j, there, v_stride, D, BD)
         gk = tl.zeros([B, BD], tl.float32)
@@ -290,25 +289,25 @@ def _keys(
         for c0 in tl.range(c_lo, c_hi, B):
             i = start + c0 + a
             alive = (i >= 0) & (i < T)
-            qt = _rows(qh + b * q_batch, i, alive, q_stride, D, BD).to(tl.float32)
-            qu = (qt + uh).to(q.dtype.element_ty)
-            s = tl.dot(kt, tl.trans(qu), input_precision=PRECISION)  # [keys, queries]
-            s += tl.load(room + c0 * B + a[:, None] * B + a[None, :]).to(tl.float32)
+            wt = _rows(qw, i, alive, H * D, D, BD)
+            now = _products(wt, rh, span - c0, span, H * D, D, BD, B, PRECISION)
+            past = _products(wt, rh, span - c0 - B, span, H * D, D, BD, B, PRECISION)
+            qt = _rows(qu, i, alive, H * D, D, BD)
+            s = tl.dot(qt, kt.T, input_precision=PRECISION) + _turned(now, past, B)  # [queries, keys]
             norm = tl.load(lse + (b * H + h) * T + i, mask=alive, other=float("inf"))
             norm = tl.where(norm == float("-inf"), float("inf"), norm)
-            p = tl.exp2(s * scale_log2 - norm[None, :])
+            p = tl.exp2(s * scale_log2 - norm[:, None])
             if not (_inside(c0, j0, span, klo, khi, B) & (start + c0 + B <= T)):
-                e = span - c0 + a[:, None] - a[None, :]
-                seen = (e >= 0) & (e <= span) & there[:, None] & alive[None, :]
+                o = span - c0 + a[None, :] - a[:, None]
+                seen = (o >= 0) & (o <= span) & there[None, :] & alive[:, None]
                 p = tl.where(seen, p, 0.0)
             dot = _rows(doh + b * do_batch, i, alive, do_stride, D, BD)
-            gv = tl.dot(p.to(dot.dtype), dot, gv, input_precision=PRECISION)
-            dp = tl.dot(vt, tl.trans(dot), input_precision=PRECISION)
-            ds = p * (dp - tl.load(delta + (b * H + h) * T + i, mask=alive, other=0.0)[None, :])
-            gk = tl.dot(ds.to(qu.dtype), qu, gk, input_precision=PRECISION)
+            gv = tl.dot(tl.trans(p.to(dot.dtype)), dot, gv, input_precision=PRECISION)
+            dp = tl.dot(dot, vt.T, input_precision=PRECISION)
+            ds = p * (dp - tl.load(delta + (b * H + h) * T + i, mask=alive, other=0.0)[:, None])
+            gk = tl.dot(tl.trans(ds.to(qt.dtype)), qt, gk, input_precision=PRECISION)
         _store(dk + (b * S * H + h) * D, j, j < S, gk * scale, H * D, D, BD)
         _store(dv + (b * S * H + h) * D, j, j < S, gv, H * D, D, BD)
-        tl.debug_barrier()
 
 
 class Call(NamedTuple):
@@ -334,26 +333,35 @@ class Call(NamedTuple):
         best = CONFIGS[kernel, max(128, tile_of(self.q.shape[3]) * self.q.element_size())]
         return fitting(best, shared_memory(self.q.device))
 
-    def scratch(self, kernel: str) -> Tensor:
-        """The scratch of every program of a kernel, [programs, tile·W]."""
-        config, heads = self.config(kernel), self.q.shape[2]
-        W = blocks_of(self.span + config.tile, config.tile) * config.tile
-        most = SCRATCH // (config.tile * W * self.q.element_size())
-        each = max(1, min(config.resident * multiprocessors(self.q.device), most) // heads)
-        rows, size = self.q.shape[0], self.k.shape[1] if kernel == "keys" else self.q.shape[1]
-        each = min(each, rows * blocks_of(size, config.tile))
-        return self.q.new_empty(each * heads, config.tile * W)
+    def width(self) -> int:
+        """W. It takes few values, as a kernel is compiled for each."""
+        tile = self.config("queries").tile
+        tiles = blocks_of(self.span + 1, tile) + 1
+        power = 1 << (tiles - 1).bit_length()
+        return tile * (power * 3 // 4 if tiles <= power * 3 // 4 else power)
 
-    def plan(self, kernel: str, programs: int, strides: tuple[int, ...], scales: tuple[float, ...]) -> Plan:
+    def tiles(self, kernel: str) -> int:
+        return blocks_of(self.k.shape[1] if kernel == "keys" else self.q.shape[1], self.config(kernel).tile)
+
+    def programs(self, kernel: str) -> int:
+        """As many as the GPU holds at once. They take heads in turn, and tiles in turn."""
+        config, (rows, _, H, D) = self.config(kernel), self.q.shape
+        most = config.resident * multiprocessors(self.q.device)
+        if kernel == "queries":
+            most = min(most, SCRATCH // (self.width() * (config.tile * self.q.element_size() + tile_of(D) * 4)))
+        return min(max(1, most // H), rows * self.tiles(kernel)) * H
+
+    def plan(self, kernel: str, strides: tuple[int, ...], scales: tuple[float, ...]) -> Plan:
         config, (rows, T, H, D), S = self.config(kernel), self.q.shape, self.k.shape[1]
-        W = blocks_of(self.span + config.tile, config.tile) * config.tile
-        tiles = blocks_of(S if kernel == "keys" else T, config.tile)
-        numbers = (*strides, W, T, S, self.offset, self.before, self.span, tiles, rows * tiles, programs, *scales)
+        tiles, programs = self.tiles(kernel), self.programs(kernel)
+        numbers = (*strides, T, S, self.offset, self.before, self.span, tiles, rows * tiles, programs, *scales)
         constants = {
             "RANGES": self.first is not None, "H": H, "D": D, "BD": tile_of(D), "B": config.tile,
             # three tensor core products make a full float32 product
             "PRECISION": "tf32x3" if self.q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
+        if kernel == "queries":
+            constants["W"] = self.width()
         return Plan((programs,), numbers, constants, config.warps, config.stages, config.registers)
 
 
@@ -376,32 +384,31 @@ def forward(x: Call) -> tuple[Tensor, Tensor]:
     rows, T, H, D = x.q.shape
     o = torch.empty(rows, T, H, D, device=x.q.device, dtype=x.q.dtype)
     lse = torch.empty(rows, H, T, device=x.q.device, dtype=torch.float32)
-    scratch = x.scratch("forward")
-    plan = x.plan("forward", len(scratch), _strides(x.q, x.k, x.v), (x.scale * LOG2E.value,))
+    plan = x.plan("forward", _strides(x.q, x.k, x.v), (x.scale * LOG2E.value,))
     none = x.q  # stands for a missing tensor, which is never read
     ends = (none if x.first is None else x.first, none if x.last is None else x.last)
-    launch(_forward, (x.q, x.k, x.v, x.r, x.u, x.w, o, lse, scratch, *ends), plan)
+    launch(_forward, (x.q, x.k, x.v, x.r, x.u, x.w, o, lse, *ends), plan)
     return o, lse
 
 
 def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, r, u and w."""
     (rows, T, H, D), S, device = x.q.shape, x.k.shape[1], x.q.device
-    dq = torch.empty(rows, T, H, D, device=device, dtype=x.q.dtype)
+    dq, qu, qw = (torch.empty(rows, T, H, D, device=device, dtype=x.q.dtype) for _ in range(3))
     dk, dv = (torch.empty(rows, S, H, D, device=device, dtype=x.q.dtype) for _ in range(2))
     delta = torch.empty_like(lse)
     none = x.q
     ends = (none if x.first is None else x.first, none if x.last is None else x.last)
-    strides, scales = _strides(x.q, x.k, x.v, do), (x.scale, x.scale * LOG2E.value)
-    scratch, width = x.scratch("queries"), tile_of(D)
-    plan = x.plan("queries", len(scratch), strides, scales)
-    W = scratch.shape[1] // x.config("queries").tile
-    sums = torch.empty(len(scratch), 2, width, device=device)
-    dr = torch.zeros(len(scratch), W, width, device=device)
-    launch(_queries, (x.q, x.k, x.v, x.r, x.u, x.w, o, do, lse, delta, dq, sums, dr, scratch, *ends), plan)
-    scratch = x.scratch("keys")
-    plan = x.plan("keys", len(scratch), strides, scales)
-    launch(_keys, (x.q, x.k, x.v, x.r, x.u, x.w, do, lse, delta, dk, dv, scratch, *ends), plan)
+    scales, tile, width = (x.scale, x.scale * LOG2E.value), x.config("queries").tile, tile_of(D)
+    programs = x.programs("queries")
+    scratch = x.q.new_empty(programs, tile * x.width())
+    sums = torch.empty(programs, 2, width, device=device)
+    dr = torch.zeros(programs, blocks_of(len(x.r), tile) * tile, width, device=device)
+    parts = delta, qu, qw, dq, sums, dr, scratch
+    plan = x.plan("queries", _strides(x.q, x.k, x.v, do), scales)
+    launch(_queries, (x.q, x.k, x.v, x.r, x.u, x.w, o, do, lse, *parts, *ends), plan)
+    plan = x.plan("keys", _strides(x.k, x.v, do), scales)
+    launch(_keys, (qu, qw, x.k, x.v, x.r, do, lse, delta, dk, dv, *ends), plan)
     # programs take heads in turn
     dr = dr.unflatten(0, (-1, H)).sum(0).movedim(0, 1)[: len(x.r), :, :D] * x.scale
     du, dw = (part.unflatten(0, (-1, H)).sum(0)[:, :D] for part in sums.unbind(1))
