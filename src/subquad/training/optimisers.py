@@ -129,7 +129,10 @@ def _update_in_pieces(part: Optimizer) -> bool:
         each = [step for step, p in zip(steps, params, strict=True) for _ in range(pieces_of(p))]
         how: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         how |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-        torch._fused_adamw_(*lists, [], each, amsgrad=False, maximize=False, **how)
+        numbers, gradients, *averages = lists
+        torch._fused_adamw_(
+            numbers, gradients, averages[0], averages[1], [], each, amsgrad=False, maximize=False, **how
+        )
     return True
 
 
