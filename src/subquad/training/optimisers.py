@@ -129,7 +129,7 @@ def _update_in_pieces(part: Optimizer) -> bool:
         each = [step for step, p in zip(steps, params, strict=True) for _ in range(pieces_of(p))]
         how: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         how |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-        numbers, gradients, *averages = lists
+        values, gradients, *averages = lists
         torch._fused_adamw_(
             numbers, gradients, averages[0], averages[1], [], each, amsgrad=False, maximize=False, **how
         )
