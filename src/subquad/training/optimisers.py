@@ -130,9 +130,7 @@ def _update_in_pieces(part: Optimizer) -> bool:
         how: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         how |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         values, gradients, *averages = lists
-        torch._fused_adamw_(
-            numbers, gradients, averages[0], averages[1], [], each, amsgrad=False, maximize=False, **how
-        )
+        torch._fused_adamw_(values, gradients, averages[0], averages[1], [], each, amsgrad=False, maximize=False, **how)
     return True
 
 
