@@ -99,7 +99,7 @@ def test_scratch_does_not_grow_with_the_length(monkeypatch: pytest.MonkeyPatch) 
         q = torch.empty(1, T, 8, 64, dtype=torch.bfloat16, device="meta")
         r = torch.empty(513, 8, 64, dtype=torch.bfloat16, device="meta")
         call = relative_triton.Call(q, q, q, r, r[0], r[0], None, None, 512, 0, 0.125)
-        sizes.append((call.programs("queries"), call.width()))
+        sizes.append([(call.programs(name), call.width(name)) for name in ("forward", "queries")])
     assert sizes[0] == sizes[1]
 
 
