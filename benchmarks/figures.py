@@ -51,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 DECODED = 16384  # the length at which --decode starts
 FORMS = {"causal": None, "bidirectional": False}
+QUALITY = ("quality", "quality_missing", "quality_measured")  # fields of a Comparison
 
 
 def learn(out: Path, forms: list[str], some: dict[str, Any]) -> None:
@@ -79,15 +80,28 @@ def learn(out: Path, forms: list[str], some: dict[str, Any]) -> None:
 
 
 def merge(source: Path, target: Path, names: tuple[str, ...] | None) -> None:
-    """Put rows from one file, all or those of some mechanisms, into another; say in it where they come from."""
+    """Put rows from one file, all or those of some mechanisms, into another; say in it where they come from.
+
+    A part that has all rows of the file takes its place, and only the quality of the file stays.
+    """
     part = load(source, Comparison)
     if names is not None:
         part.rows = [row for row in part.rows if row.mechanism in names]
     whole = load(target, Comparison) if target.exists() else None
-    results = part if whole is None else joined([whole, part])
+    if whole is None:
+        results = part
+    elif {_key(row) for row in whole.rows} <= {_key(row) for row in part.rows}:
+        results = replace(part, **{name: getattr(whole, name) for name in QUALITY})
+        results.settings["task"] = whole.settings["task"]
+    else:
+        results = joined([whole, part])
     if whole is not None and part.batches:
         results.batches = with_batches(whole.batches, part.batches)
     save(results, target)
+
+
+def _key(row: Row) -> tuple[str, int, bool]:
+    return row.mechanism, row.length, row.causal
 
 
 def with_batches(old: list[BatchRow] | None, new: list[BatchRow]) -> list[BatchRow]:
