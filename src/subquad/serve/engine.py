@@ -415,7 +415,7 @@ class Engine:
             tokens = torch.tensor([job.request.prompt[job.read : job.read + count]], device=self.model.device)
             room = -(-(job.read + count) // BLOCK) * BLOCK  # what lies behind the piece must not change its numbers
             state = None if job.state is None else self.rooms.fit(job.state, room)
-            outputs, state = self._prefill(tokens, None, state)
+            outputs, state = self._prefill(tokens, None, state, group[0][0].request.prompt_logprobs)
             results = [(outputs[0], state)]
         else:
             width, rows = self._width(group[0][1]), len(group)
@@ -428,7 +428,8 @@ class Engine:
             states = [empty if job.state is None else self.rooms.fit(job.state, self.capacity) for job, _ in group]
             states += [empty] * (self.abreast - rows)
             joined = map_state(lambda *parts: torch.cat(parts), *states)
-            outputs, state = self._prefill(tokens.to(self.model.device), lengths, joined)
+            head = any(job.request.prompt_logprobs for job, _ in group)
+            outputs, state = self._prefill(tokens.to(self.model.device), lengths, joined, head)
             results = [
                 (outputs[i, :count], map_state(torch.clone, select(state, slice(i, i + 1))))
                 for i, count in enumerate(counts)
@@ -444,9 +445,10 @@ class Engine:
                 except Exception:
                     logger.exception("the cache failed: it does not keep a state")
 
-    def _prefill(self, tokens: Tensor, lengths: Tensor | None, state: State | None) -> tuple[Tensor, State]:
+    def _prefill(self, tokens: Tensor, lengths: Tensor | None, state: State | None, head: bool) -> tuple[Tensor, State]:
+        """Logits only with `head`: those of a large vocabulary take as long as several layers."""
         work = work_of(self.model, () if state is None else state, tokens.numel())
-        return run_small(work, lambda: self.decoder.prefill(tokens, lengths, state))
+        return run_small(work, lambda: self.decoder.prefill(tokens, lengths, state, head=head))
 
     def _note(self, job: _Job, outputs: Tensor, count: int) -> None:
         """Log-probabilities of the tokens after those that were read."""
