@@ -13,11 +13,13 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from subquad import ranks
 from subquad.checks import check_device, refuse
+from subquad.disk import read_object
 from subquad.hf.linearise.models import quiet
 from subquad.hf.replace import Beside, Found, Replacement, Turn, attentions, kind_of, rotary_of
 from subquad.mechanisms import MECHANISMS
@@ -26,7 +28,7 @@ from subquad.mechanisms.softmax import State as Cached
 from subquad.models import generation
 from subquad.models.config import EmbeddingConfig, MixerConfig
 from subquad.models.inputs import batch_size, check_position
-from subquad.models.saving import Model, restore
+from subquad.models.saving import CONFIG, Model, restore
 from subquad.models.transformer import State, joint_state
 from subquad.ops.cache import append, cached_attention
 from subquad.ops.dense import counted_attention, dense_attention
@@ -46,7 +48,6 @@ FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA),
     "gpt2": Names("h", "ln_f", "ln_1", "ln_2"),
 }
-ACCEPTED = "decoders of the families " + ", ".join(FAMILIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +102,14 @@ class Decoder(Model):
     def load(cls, directory: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Self:
         """Load a folder that save_pretrained or `subquad linearise` wrote; dtype=None: as it was saved."""
         check_device("device", device, meta=False)
-        here = {"trust_remote_code": False, "local_files_only": True}
+        _names(read_object(Path(directory) / CONFIG).get("model_type"), str(directory))
         try:
             with quiet():
-                _check_family(AutoConfig.from_pretrained(directory, **here), str(directory))
                 model, report = AutoModelForCausalLM.from_pretrained(
-                    directory, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **here
-                )
-        except OSError as error:
+                    directory, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True,
+                    trust_remote_code=False, local_files_only=True,
+                )  # fmt: skip
+        except (OSError, LookupError, TypeError, AttributeError, SafetensorError) as error:
             raise ValueError(f"{directory} cannot be loaded: {error}") from error
         wrong = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
         if wrong:  # transformers would draw them
@@ -322,7 +323,7 @@ AnyMixer = Mixer | Beside | Kept
 def _check(model: PreTrainedModel) -> Names:
     """The names of the model's family; refuses what would not compute what the model does."""
     name = type(model).__name__
-    names = _check_family(model.config, name)
+    names = _names(model.config.model_type, name)
     if getattr(model, "hf_quantizer", None) is not None or not all(p.is_floating_point() for p in model.parameters()):
         refuse("model", name, "one of floating point weights, but these are quantized")
     if model.get_output_embeddings() is None:
@@ -334,10 +335,10 @@ def _check(model: PreTrainedModel) -> Names:
     return names
 
 
-def _check_family(config: Any, name: str) -> Names:
-    if config.model_type not in FAMILIES:
-        raise ValueError(f"{name} is a model of the family {config.model_type!r}: accepted are {ACCEPTED}")
-    return FAMILIES[config.model_type]
+def _names(family: Any, name: str) -> Names:
+    if family not in FAMILIES:
+        raise ValueError(f"{name} is a model of the family {family!r}: accepted are decoders of {', '.join(FAMILIES)}")
+    return FAMILIES[family]
 
 
 def _describe(model: PreTrainedModel, mixers: list[AnyMixer]) -> DecoderConfig:
@@ -369,7 +370,7 @@ def _mixers(model: PreTrainedModel) -> list[AnyMixer]:
     """What mixes the tokens in each layer."""
     found = dict(attentions(model))
     kept = [one.module for one in found.values() if not isinstance(one.module, Replacement)]
-    rotary = rotary_of(kept[0], model, instead=": this model cannot be read here") if kept else None
+    rotary = rotary_of(kept[0], model, ": accepted here are fixed frequencies, as Llama has them") if kept else None
     return [_mixer(model, n, one, rotary) for n, one in found.items()]
 
 
