@@ -17,9 +17,9 @@ import subquad.hf
 from subquad import Sampling, Streams, load_state, save_state
 from subquad.hf import Decoder
 from subquad.hf.replace import Replacement
-from subquad.models.decoding import limit_of
-from subquad.models.footprint import bytes_per_stream
-from subquad.models.state import leaves, select
+from subquad.models.decoding import defer, limit_of, settle
+from subquad.models.footprint import Rooms, bytes_per_stream
+from subquad.models.state import leaves, map_state, select
 from subquad.ops import Local
 from tests.hf.reference import CONFIGS, UNGROUPED, draw
 
@@ -128,6 +128,24 @@ def test_keys_of_a_group_are_kept_once() -> None:
     assert more == 100 * 2 * 2 * 8 * 4  # keys and values, two heads of eight numbers
     assert ours.config.transformer.kv_width == 16
     assert [one.name for one in ours.config.transformer.mechanism] == ["softmax", *["gated_deltanet"] * 3]
+
+
+@torch.no_grad()
+def test_steps_in_groups() -> None:
+    """On a GPU a captured group of steps lets mechanisms write late."""
+    for rule in RULES:
+        _, ours = made("llama", rule)
+        tokens, _ = draw(2, 20, "none", seed=6)
+        _, state = ours.prefill(tokens)
+        state = map_state(torch.clone, Rooms(ours).fit(state, 64))
+        want = map_state(torch.clone, state)
+        now = defer(ours, state)
+        for t in range(4):
+            logits, _ = ours.step(tokens[:, t], now, inplace=True)
+            expected, want = ours.step(tokens[:, t], want)
+        settle(ours, now, 4)
+        near(logits, expected)
+        near(ours.step(tokens[:, 4], state)[0], ours.step(tokens[:, 4], want)[0])
 
 
 @torch.no_grad()

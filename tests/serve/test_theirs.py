@@ -107,6 +107,17 @@ def test_text_is_the_same_alone_and_together_with_the_cache_on_off_and_evicted(o
     again.close()
 
 
+def test_pieces_of_several_prompts_in_one_call(ours: Decoder) -> None:
+    """As on a GPU: bit by bit the same in any company, and up to rounding as if each were read alone."""
+    requests = requests_of(7, 3, sampling=GREEDY, logprobs=0)
+    together = answers(Engine(ours, slots=6, capacity=64, piece=8, abreast=4), requests)
+    alone = Engine(ours, slots=6, capacity=64, piece=8, abreast=4)
+    assert [answers(alone, [request])[0] for request in requests] == together
+    for (a, _), (b, _) in zip(together, answers(Engine(ours, slots=6, capacity=64), requests), strict=True):
+        assert [one.token for one in a] == [one.token for one in b]
+        torch.testing.assert_close(*(torch.tensor([one.logprob for one in row]) for row in (a, b)))
+
+
 @pytest.mark.parametrize("draft", [False, True])
 def test_each_request_has_its_own_sampling(ours: Decoder, teacher: Path, draft: bool) -> None:
     """With a draft model too, here the teacher, which guesses wrong, and the model itself, which guesses right."""
