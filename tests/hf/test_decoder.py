@@ -200,6 +200,8 @@ def test_a_folder_loads(folder: Path) -> None:
 
 
 def test_weights_that_lack_are_not_drawn(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a folder with config\.json"):
+        Decoder.load(tmp_path)
     weights = folder / "model.safetensors"
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match="cannot be loaded"):

@@ -6,7 +6,6 @@ changed has the state of its mechanism; one with a sliding window becomes our ex
 keep their attention, over a cache of ours that holds the keys of each group of queries once.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
@@ -102,7 +101,9 @@ class Decoder(Model):
     def load(cls, directory: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Self:
         """Load a folder that save_pretrained or `subquad linearise` wrote; dtype=None: as it was saved."""
         check_device("device", device, meta=False)
-        _names(read_object(Path(directory) / CONFIG).get("model_type"), str(directory))
+        if not (config := Path(directory) / CONFIG).is_file():
+            refuse("directory", str(directory), f"a folder with {CONFIG}, which save_pretrained writes")
+        _names(read_object(config).get("model_type"), str(directory))
         try:
             with quiet():
                 model, report = AutoModelForCausalLM.from_pretrained(
@@ -354,7 +355,7 @@ def _describe(model: PreTrainedModel, mixers: list[AnyMixer]) -> DecoderConfig:
     return DecoderConfig(
         embedding=EmbeddingConfig(vocab=model.get_input_embeddings().num_embeddings, positions="none"),
         transformer=stack, outputs=model.get_output_embeddings().weight.shape[0],
-        theirs=json.dumps(json.loads(config.to_json_string()), sort_keys=True),
+        theirs=config.to_json_string(),
     )  # fmt: skip
 
 
