@@ -38,13 +38,13 @@ def test_grouped_queries_read_the_keys_of_their_group(counts: list[int]) -> None
     q = torch.randn(len(counts), 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     count = torch.tensor(counts)
     o = cached_attention(q, k, v, count, scale=0.5)
-    whole = [x.repeat_interleave(3, 2) for x in (k, v)]
-    torch.testing.assert_close(o, dense(q, *whole, count, 0.5))
+    keys, values = (x.repeat_interleave(3, 2) for x in (k, v))
+    torch.testing.assert_close(o, dense(q, keys, values, count, 0.5))
     tokens = torch.stack((q, 2 * q), 1)  # [B, T, H, K]
     seen = torch.stack((count, count.clamp(max=4)), 1)
     o = counted_attention(tokens, k, v, seen, scale=0.5)
     for t in range(2):
-        torch.testing.assert_close(o[:, t], dense(tokens[:, t], *whole, seen[:, t], 0.5))
+        torch.testing.assert_close(o[:, t], dense(tokens[:, t], keys, values, seen[:, t], 0.5))
 
 
 def test_gradients_reach_the_cache() -> None:

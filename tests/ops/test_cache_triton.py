@@ -39,8 +39,8 @@ def test_queries_may_be_grouped(size: int, monkeypatch: pytest.MonkeyPatch) -> N
     _, k, v = inputs(2, size, 2, 16, 12, torch.float32)
     count = torch.tensor([3, size])
     o = cache_triton.attend(q, k, v, count, 0.3)
-    whole = [x.repeat_interleave(3, 2) for x in (k, v)]
-    torch.testing.assert_close(o.double(), dense(q, *whole, count, 0.3), rtol=0, atol=1e-5)
+    keys, values = (x.repeat_interleave(3, 2) for x in (k, v))
+    torch.testing.assert_close(o.double(), dense(q, keys, values, count, 0.3), rtol=0, atol=1e-5)
 
 
 @interpreted
