@@ -216,14 +216,13 @@ def attempt(case: Case) -> Case:
         return {"case": case, "ok": False, "failed": f"{type(error).__name__}: {str(error)[:100]}", "where": where}
 
 
-def check_all(count: int, seed: int, seconds: float) -> list[Case]:
+def check_all(count: int, seed: int, seconds: float, workers: int) -> list[Case]:
     """Random cases in several processes, because most of the time is compilation; what is not done in time is wrong."""
     rng, begun = random.Random(seed), time.monotonic()
     cases = [draw_case(rng, number) for number in range(count)]
     results: list[Case] = []
-    workers = min(count, max(1, (os.cpu_count() or 1) - 3))
     # a process for each case: after an illegal access to memory a process can do nothing more on the GPU
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(min(count, workers), multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
         jobs = {pool.submit(attempt, case): case for case in cases}
         try:
             for job in as_completed(jobs, timeout=seconds):
@@ -346,6 +345,7 @@ def main() -> None:
     parser.add_argument("--checks", type=int, default=60, help="how many random cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=600, help="at most for the checks")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 3), help="processes that check")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="sequence lengths to time")
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--parts", action="store_true", help="the time of each kernel, and nothing else")
@@ -371,7 +371,7 @@ def main() -> None:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / "rules.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
 
-    report["checks"] = check_all(args.checks, args.seed, args.seconds) if args.checks else []
+    report["checks"] = check_all(args.checks, args.seed, args.seconds, args.workers) if args.checks else []
     keep()
     report["speed"] = {}
     for _ in speed([int(t) for t in args.lengths.split(",") if t], args.rules.split(","), report["speed"]):

@@ -14,7 +14,7 @@ from torch import Tensor
 from subquad import LanguageModel
 from subquad.ops.column_sums import column_sums
 from subquad.ops.cross_entropy import summed_cross_entropy
-from subquad.ops.layer_norm import add_norm
+from subquad.ops.layer_norm import Drop, add_norm
 from subquad.ops.lookup import lookup
 from subquad.ops.perceptron import perceptron
 from subquad.ops.projection import projection
@@ -70,14 +70,18 @@ def rotary(dtype: torch.dtype, sizes: tuple[int, int, int, int, int], by_row: bo
     return compare(run, [qkv], weights)
 
 
-def norm(kind: Any, rows: int, dim: int, post: bool, added: bool, out: torch.dtype | None) -> Verdict:
+def norm(
+    kind: Any, rows: int, dim: int, post: bool, added: bool, out: torch.dtype | None, share: float = 0.0
+) -> Verdict:
     parts = [3 * draw(rows, dim), draw(dim) + 1]
     parts += [draw(rows, dim, dtype=B16)] if added else []
     parts += [draw(dim)] if kind == "layer" else []
+    drop = Drop(share, torch.randint(2**62, (1,), device=DEVICE)) if share else None
 
     def run(t: list[Tensor], impl: Any, exact: bool) -> tuple[Tensor, ...]:
         more, bias = t[2] if added else None, t[-1] if kind == "layer" else None
-        return add_norm(t[0], more, t[1], bias, 1e-5, norm=kind, post=post, out=None if exact else out, impl=impl)
+        kinds = {"norm": kind, "out": None if exact else out}
+        return add_norm(t[0], more, t[1], bias, 1e-5, **kinds, post=post, drop=drop, impl=impl)
 
     return compare(run, parts, [draw(rows, dim), draw(rows, dim)])
 
@@ -304,6 +308,7 @@ CHECKS = [
     *(Case("training", captured, (fields,)) for fields in CAPTURED),
     *(Case("training", rotary, given) for given in itertools.product((B16, F16, F32), TURNED, (False, True))),
     *(Case("training", norm, (kind, *size, *way)) for kind in ("layer", "rms") for size in NORMED for way in WAYS),
+    *(Case("training", norm, ("layer", *size, post, True, B16, 0.1)) for size in NORMED for post in (True, False)),
     *(Case("training", cross_entropy, (dtype, *size)) for dtype in (B16, F32) for size in LOGITS),
     *(Case("training", linear_layer, (*size, autocast)) for size in LAYERS for autocast in (True, False)),
     *(Case("training", sums, (dtype, *size)) for dtype in (B16, F16, F32) for size in SUMMED),

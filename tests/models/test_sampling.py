@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subquad.models.generation import generate, stream
-from subquad.models.sampling import Rows, Sampling, SamplingOptions, adjust, draw, gumbel, make_seeds, score, uniform
+from subquad.models.sampling import Rows, Sampling, SamplingOptions, adjust, draw, gumbel, make_seeds, score
 from subquad.models.streams import Streams
+from subquad.ops.uniform import uniform
 
 
 def many(logits: torch.Tensor, sampling: Sampling, count: int = 20000) -> torch.Tensor:

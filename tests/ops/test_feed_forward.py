@@ -78,6 +78,18 @@ def test_the_output_layer_of_a_mixer_comes_first(activation: Any, norm: Any, pre
 
 
 @interpreted
+def test_stages_are_those_for_which_a_gpu_has_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from subquad.ops import feed_forward_triton as kernels
+
+    plans: list[Any] = []
+    monkeypatch.setattr(kernels, "launch", lambda _kernel, _tensors, plan: plans.append(plan))
+    for size in (227, 163, 99):
+        monkeypatch.setattr(kernels, "shared_memory", lambda _, size=size: size * 1024)
+        feed_forward(*draw(20, 256, 64, "layer"), eps=1e-5, impl="triton")
+    assert [plan.stages for plan in plans] == [3, 2, 1]
+
+
+@interpreted
 def test_the_operator_is_well_formed_and_refuses_what_it_cannot_do() -> None:
     parts = draw(3, 64, 64, "layer")
     args = (*parts, *mix(3, 64, "layer", False), 1e-5, "relu", "layer", False)
@@ -118,8 +130,9 @@ def test_compiles_for_hopper(width: int) -> None:
     from subquad.ops import feed_forward_triton
 
     kernels, fn = feed_forward_triton, feed_forward_triton.block
+    rows, warps = kernels.FEW if width == 64 else kernels.MANY
     constants = {
-        "D": width, "F": 4 * width, "BM": kernels.ROWS, "BF": kernels.INNER, "GELU": width == 64, "RMS": False,
+        "D": width, "F": 4 * width, "BM": rows, "BF": kernels.INNER, "GELU": width == 64, "RMS": False,
         "BIAS": True, "PRE": width == 64, "MIX": True, "AFTER": width == 256, "DOT": tl.bfloat16,
     }  # fmt: skip
     signature, constexprs = {}, {}
@@ -129,7 +142,7 @@ def test_compiles_for_hopper(width: int) -> None:
         else:
             signature[name] = {"eps": "fp32", "R": "i32"}.get(name, "*bf16")
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs)
-    options = {"num_warps": kernels.WARPS, "num_stages": kernels.STAGES}
+    options = {"num_warps": warps, "num_stages": kernels.STAGES}
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert built.asm["cubin"]
-    assert built.metadata.shared <= 227 * 1024
+    assert built.metadata.shared <= kernels.STAGES * 2 * kernels.INNER * width * 2  # as `feed_forward` computes it

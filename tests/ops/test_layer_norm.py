@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from subquad import Transformer
 from subquad.ops.impl import Impl
-from subquad.ops.layer_norm import LayerNorm, Norm, add_norm, layer_norm
+from subquad.ops.layer_norm import Drop, LayerNorm, Norm, add_norm, layer_norm
 from tests.ops.own_process import compiled, interpreted, outside
 
 pytest.importorskip("triton")
@@ -75,6 +75,36 @@ def test_with_a_residual_it_is_that_of_torch(norm: Norm, post: bool, added: bool
 
 
 @interpreted
+@pytest.mark.parametrize("post", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_it_drops_what_dropout_with_the_same_seed_drops(post: bool, kind: torch.dtype) -> None:
+    x, weight, bias = draw((3, 7, 40), torch.float32)
+    parts, drop = [x, torch.randn(x.shape).to(kind), weight, bias], Drop(0.3, torch.tensor([2**40 + 5]))
+    grads = torch.randn(x.shape), torch.randn(x.shape)
+
+    def run(impl: Impl) -> list[Tensor]:
+        given = [part.clone().requires_grad_() for part in parts]
+        both = add_norm(*given, post=post, drop=drop, impl=impl)
+        return [*both, *torch.autograd.grad(both, given, grads)]
+
+    close = {"rtol": 1e-4, "atol": 1e-4} if kind == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for got, want in zip(run("triton"), run("torch"), strict=True):
+        torch.testing.assert_close(got, want, **close)
+
+
+@outside
+def test_dropout_by_a_seed_keeps_its_share_and_the_mean() -> None:
+    x = torch.ones(1000, 64)
+    dropped = Drop(0.25, torch.tensor([7])).apply(x)
+    assert set(dropped.unique().tolist()) == {0.0, float(x[0, 0] / 0.75)}
+    assert abs(float((dropped == 0).float().mean()) - 0.25) < 0.01
+    assert not torch.equal(dropped, Drop(0.25, torch.tensor([8])).apply(x))
+    columns, rows = (dropped == 0).float().mean(0), (dropped == 0).float().mean(1)
+    assert (columns - 0.25).abs().max() < 0.08
+    assert (rows - 0.25).abs().max() < 0.3
+
+
+@interpreted
 @pytest.mark.parametrize("read", ["sum", "norm"])
 def test_one_of_its_results_may_have_no_gradient(read: str) -> None:
     x, weight, bias = draw((5, 16), torch.float32)
@@ -118,8 +148,10 @@ def test_compiles_for_hopper(width: int, dtype: str) -> None:
 
     wide = triton.next_power_of_2(width)
     constants = {"D": width, "W": wide, "BM": kernels.TILE // wide, "P": 528, "ADD": True, "RMS": False, "TWO": False}
-    constants |= {"SUM": True, "ADDED": True}
-    types = {"R": "i32", "eps": "fp32"} | dict.fromkeys(("mean", "scale", "parts", "s", "ds", "dx", "x"), "*fp32")
+    constants |= {"SUM": True, "ADDED": True, "DROP": True}
+    types = {"R": "i32", "eps": "fp32", "share": "fp32", "seed": "*i64"} | dict.fromkeys(
+        ("mean", "scale", "parts", "s", "ds", "dx", "x"), "*fp32"
+    )
     for kernel in (kernels.normalise, kernels.gradients):
         signature, constexprs = {}, {}
         for i, name in enumerate(kernel.arg_names):

@@ -386,6 +386,23 @@ def test_compiles_without_a_graph_break_and_recomputes_under_checkpointing() -> 
 
 
 @interpreted
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_q_k_and_v_lie_side_by_side_as_they_do(causal: bool) -> None:
+    whole = torch.randn(2, 70, 2 * 3 * 20, dtype=torch.float64)
+    parts = [part.view(2, 70, 2, 20) for part in whole.split(40, -1)]
+    results = []
+    for some in (parts, [part.contiguous() for part in parts]):
+        leaves = [part.detach().requires_grad_() for part in some]
+        o = fused_attention(*leaves, **BASE | {"causal": causal})[0]
+        results.append(torch.autograd.grad(o, leaves, o.detach().cos()))
+    beside, alone = results
+    assert [g.stride(1) for g in beside] == [120] * 3
+    assert {g.untyped_storage().data_ptr() for g in beside} == {beside[0].untyped_storage().data_ptr()}
+    for a, b in zip(beside, alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@interpreted
 def test_unknown_feature_map_is_refused() -> None:
     x = torch.randn(1, 4, 1, 16)
     with pytest.raises(ValueError, match="feature_map='tanh'"):
@@ -428,7 +445,7 @@ def test_compiles_for_hopper(kernel: str, gated: bool) -> None:
         "FINAL": True, "START": False, "GATE": 1, "DELTA": gated,
         "EVEN": not gated, "REVERSE": gated, "U": 16, "BE": 128, "INPLACE": True,
         "H": 16, "QT": 1024, "KT": 1024, "VT": 1024, "OT": 1024, "XT": 1024, "YT": 1024, "DK": True, "DV": True,
-        "BACK": kernel == "walk_r", "WITH_Z": True,
+        "GQ": 3072, "GK": 3072, "GV": 3072, "BACK": kernel == "walk_r", "WITH_Z": True,
         "DOT": tl.bfloat16, "ACC": tl.float32, "PREC": "ieee",
     }  # fmt: skip
     scalars = {"T", "L", "NS", "H", "SLOTS"}

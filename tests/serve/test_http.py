@@ -421,7 +421,14 @@ def test_events_of_a_stream_are_at_least_join_apart(monkeypatch: pytest.MonkeyPa
         between.loop = asyncio.get_running_loop()
         job = exchange.Job(between, streams=True)
         job.numbers[0], between.jobs[0] = 0, (job, 0)
-        job.listener = lambda: written.append(time.monotonic())
+
+        class Writer:
+            def prepare(self) -> None: ...
+
+            def write(self) -> None:
+                written.append(time.monotonic())
+
+        job.writer = Writer()
 
         def give(end: str | None = None) -> int:
             between._take([Update(0, (Drawn(1),), end)])

@@ -7,7 +7,7 @@ from torch import nn
 from subquad import Classifier
 from subquad.models.loss import cross_entropy
 from subquad.training import pieces
-from subquad.training.optimisers import scale_and_clip
+from subquad.training.optimisers import _update_in_pieces, scale_and_clip
 from subquad.training.precision import AtOnce
 
 
@@ -30,6 +30,27 @@ def test_large_models_and_other_tensors_stay_whole(monkeypatch: pytest.MonkeyPat
     assert pieces.in_pieces(turned)[0] is turned
     large = [torch.zeros(pieces.SIZE * pieces.MOST + 1, dtype=torch.int8)]
     assert pieces.in_pieces(large)[0] is large
+
+
+def test_updates_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for splits in (False, True):
+        monkeypatch.setattr(pieces, "capturing", lambda _, splits=splits: splits)
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape)) for shape in ((3, 5000), (40,), (), (9000,))]
+        params.append(nn.Parameter(torch.randn(3)))  # without a gradient
+        groups = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0}]
+        part = torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), fused=True)
+        for _ in range(3):
+            for p in params[:-1]:
+                p.grad = torch.randn_like(p)
+            done = _update_in_pieces(part)
+            assert done == (splits and bool(part.state))
+            if not done:
+                part.step()
+        results.append([*params, *(part.state[p][key] for p in params[:-1] for key in ("step", "exp_avg_sq"))])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])

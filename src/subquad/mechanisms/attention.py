@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from subquad import ranks
 from subquad.mechanisms.base import Mixer, Options
+from subquad.ops.packed import apart
 from subquad.ops.precision import wide_type
 from subquad.ops.projection import project
 from subquad.ops.rotary import Turns, turned, turned_qkv, turns
@@ -42,7 +43,7 @@ class Heads(nn.Module):
         if context is not None:
             return self.queries(x), *self.keys(context)
         # methods of torch itself: its wrappers in Python, split and unflatten, cost as much as a small product
-        parts = project(x, self.qkv).split_with_sizes((self.all_keys, self.all_keys, self.dim), -1)
+        parts = apart(project(x, self.qkv), (self.all_keys, self.all_keys, self.dim))
         q, k, v = (part.view(*x.shape[:-1], self.heads, -1) for part in parts)
         return q, k, v
 

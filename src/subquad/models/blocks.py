@@ -20,7 +20,7 @@ from subquad.models.dropout import Dropout
 from subquad.models.taps import Recent, Taps
 from subquad.ops.feed_forward import Activation, feed_forward, pays
 from subquad.ops.impl import watched
-from subquad.ops.layer_norm import LayerNorm, Norm, add_norm, fuses
+from subquad.ops.layer_norm import Drop, LayerNorm, Norm, add_norm, fuses
 from subquad.ops.lengths import zero_padding
 from subquad.ops.perceptron import perceptron
 from subquad.ops.precision import autocasts
@@ -28,7 +28,7 @@ from subquad.ops.projection import project, replaces
 from subquad.ops.rotary import Turns
 from subquad.ops.row_linear import plain
 
-Stream = tuple[Tensor, ...]
+Stream = tuple[Any, ...]  # of tensors; a Waiting may have a Drop too
 Write = Callable[[Stream, Tensor], Stream]
 Branch = Callable[[Tensor, Tensor | None], Tensor]  # (what the branch reads, memory) -> what it adds
 
@@ -38,6 +38,7 @@ class Waiting(NamedTuple):
 
     x: Tensor
     added: Tensor
+    drop: Drop | None
 
 
 class Twice(NamedTuple):
@@ -55,7 +56,8 @@ def paired(stream: Stream) -> bool:
 def settled(stream: Stream) -> Stream:
     """The stream by itself, as a block takes it too."""
     if isinstance(stream, Waiting):
-        return (stream.x + stream.added,)
+        x, added, drop = stream
+        return (x + (added if drop is None else drop.apply(added)),)
     return (stream.x,) if isinstance(stream, Twice) else stream
 
 
@@ -120,12 +122,13 @@ class Residual(nn.Module):
         return x if self.post else self.norm(x)
 
     def write(self, stream: Stream, y: Tensor) -> Stream:
+        if self.post and not paired(stream) and fuses(y, self.norm):
+            return (self._add_norm(stream[0], *self._to_drop(y))[0],)
         y = self._dropped(y)
         if paired(stream):
             return stream[1], stream[0] + y
-        if not self.post:
-            return (stream[0] + y,)
-        return (self._add_norm(stream[0], y)[0] if fuses(y, self.norm) else self.norm(stream[0] + y),)
+        x = stream[0] + y
+        return (self.norm(x) if self.post else x,)
 
     def enter(self, stream: Stream, products: bool = False) -> tuple[Stream, Tensor]:
         """The stream, to be used in place of the one given, and what `read` gives; their gradients are added at once.
@@ -137,7 +140,8 @@ class Residual(nn.Module):
         if self.post or paired(stream) or not fuses(stream[0], self.norm):
             stream = settled(stream)
             return stream, self.read(stream)
-        x, h = self._add_norm(stream[0], stream.added if isinstance(stream, Waiting) else None, products)
+        added, drop = stream[1:] if isinstance(stream, Waiting) else (None, None)
+        x, h = self._add_norm(stream[0], added, drop, products)
         return (x,), h
 
     def between(self, stream: Stream, y: Tensor, following: "Residual", products: bool) -> tuple[Stream, Tensor]:
@@ -145,26 +149,32 @@ class Residual(nn.Module):
         norm = self if self.post else following
         if paired(stream) or not fuses(y, norm.norm):
             return following.enter(self.write(stream, y), products)
-        x, h = norm._add_norm(stream[0], self._dropped(y), products)
+        x, h = norm._add_norm(stream[0], *self._to_drop(y), products)
         return (x,), h
 
     def leave(self, stream: Stream, y: Tensor) -> Stream:
         """`write`, with what the next `enter` may use, which may be of another block."""
         if paired(stream) or not fuses(y, self.norm):
             return self.write(stream, y)
-        y = self._dropped(y)
         if not self.post:
-            return Waiting(stream[0], y)
-        x, short = self._add_norm(stream[0], y, autocasts(y.device))
+            return Waiting(stream[0], *self._to_drop(y))
+        x, short = self._add_norm(stream[0], *self._to_drop(y), autocasts(y.device))
         return (x,) if short is x else Twice(x, short)
 
     def _dropped(self, y: Tensor) -> Tensor:
         return self.dropout(y) if self.dropout.p else y  # without dropout a module's call is not free
 
-    def _add_norm(self, x: Tensor, y: Tensor | None, products: bool = False) -> tuple[Tensor, Tensor]:
+    def _to_drop(self, y: Tensor) -> tuple[Tensor, Drop | None]:
+        """What `add_norm` adds, and how it drops some of that; None if that was done."""
+        drop = self.dropout.drop(y)
+        return (self._dropped(y), None) if drop is None else (y, drop)
+
+    def _add_norm(
+        self, x: Tensor, y: Tensor | None, drop: Drop | None, products: bool = False
+    ) -> tuple[Tensor, Tensor]:
         out = torch.get_autocast_dtype(x.device.type) if products and autocasts(x.device) else None
         weight, bias, eps, norm = parts_of(self.norm, x.dtype)
-        return add_norm(x, y, weight, bias, eps, norm=norm, post=self.post, out=out)
+        return add_norm(x, y, weight, bias, eps, norm=norm, post=self.post, out=out, drop=drop)
 
 
 class Tapped(NamedTuple):

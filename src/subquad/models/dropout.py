@@ -4,7 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from subquad import ranks
-from subquad.models.sampling import uniform
+from subquad.ops.impl import watched
+from subquad.ops.layer_norm import Drop
+from subquad.ops.uniform import uniform
 
 AT_ONCE = 1 << 22  # numbers drawn at once
 NEXT_ROW = 0x9E3779B97F4A7C15 >> 2  # between the seeds of two rows, so that they are far apart
@@ -22,6 +24,12 @@ class Dropout(nn.Dropout):
         if ranks.active() is None or not self.training or self.p == 0:
             return None
         return int(torch.randint(2**62, ()))
+
+    def drop(self, x: Tensor) -> Drop | None:
+        """What an op needs to drop numbers of x by itself; None if this module must."""
+        if not self.training or not 0 < self.p < 1 or ranks.active() is not None or watched(self):
+            return None
+        return Drop(self.p, torch.randint(2**62, (1,), device=x.device))
 
     def forward(self, x: Tensor, seed: int | None = None, positions: Tensor | None = None) -> Tensor:
         """x [B, T, D]; `positions` [T] are those of this rank's part if x is a piece of it, with the seed of all."""

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subquad.models.loss import Reduction, over_targets
-from subquad.models.sampling import gumbel_of, uniform
+from subquad.models.sampling import gumbel_of
 from subquad.ops.impl import Impl, choose
 from subquad.ops.precision import wide
+from subquad.ops.uniform import uniform
 
 VALUES = 256
 LAST = VALUES - 1

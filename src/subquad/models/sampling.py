@@ -21,8 +21,7 @@ from torch import Tensor
 from subquad.checks import INTEGERS, LARGEST, at_least, check_count, check_methods, check_plain, refuse, shown
 from subquad.ops.impl import Impl, choose
 from subquad.ops.precision import wide
-
-MASK = (1 << 32) - 1
+from subquad.ops.uniform import uniform
 
 
 def _option(default: Any, help: str) -> Any:
@@ -315,23 +314,6 @@ def gumbel(seeds: Tensor, position: Tensor, count: int) -> Tensor:
 def gumbel_of(u: Tensor) -> Tensor:
     """Gumbel noise of uniform numbers."""
     return -torch.log(-torch.log1p(-u))
-
-
-def uniform(seeds: Tensor, position: Tensor, count: int) -> Tensor:
-    """Independent numbers in (0, 1), float32 [B, count]: in steps of 2^-32 if small, at most 1 - 2^-24."""
-    stream = _mix(_mix(_mix((seeds >> 32) & MASK) ^ (seeds & MASK)) ^ (position & MASK))  # [B]
-    candidate = torch.arange(1, count + 1, device=seeds.device) * 0x1E3779B1
-    bits = _mix((stream[:, None] + candidate) & MASK)
-    return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijective hash of 32 bits in int64 (multipliers below 2^31, so that no product overflows)."""
-    x = x ^ (x >> 16)
-    x = (x * 0x21F0AAAD) & MASK
-    x = x ^ (x >> 15)
-    x = (x * 0x735A2D97) & MASK
-    return x ^ (x >> 15)
 
 
 def make_seeds(seed: int | Sequence[int] | Tensor, batch: int, device: torch.device) -> Tensor:

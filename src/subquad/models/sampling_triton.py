@@ -1,7 +1,7 @@
 """The kernels of `sampling.draw_next` and `logistic_mixture.draw`.
 
 For the first, one program a row reads the scores once, or twice where all of them matter before. Noise is the hash of
-`sampling.uniform`, in 32 bits. Legend: B rows, V tokens.
+`ops.uniform`. Legend: B rows, V tokens.
 """
 
 from typing import Any
@@ -13,31 +13,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from subquad.ops.launch import EARLY, Plan, blocks_of, launch, tile_of
+from subquad.ops.uniform_triton import stream_of, uniform
 
 BLOCK, WARPS = 8192, 16  # scores of a row at a time
 REGISTERS = 65536 // (32 * WARPS)  # a thread: with more, a program of that many warps does not fit a multiprocessor
-
-
-@triton.jit
-def _mix(x):
-    x = x ^ (x >> 16)
-    x = x * 0x21F0AAAD
-    x = x ^ (x >> 15)
-    x = x * 0x735A2D97
-    return x ^ (x >> 15)
-
-
-@triton.jit
-def _stream(seed, position):
-    """What the noise of a row is made of."""
-    stream = _mix(_mix((seed >> 32).to(tl.uint32)) ^ seed.to(tl.uint32))
-    return _mix(stream ^ position.to(tl.uint32))
-
-
-@triton.jit
-def _uniform(stream, at):
-    bits = _mix(stream + (at + 1).to(tl.uint32) * 0x1E3779B1)
-    return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
 
 
 @triton.jit
@@ -50,7 +29,7 @@ def _log1m(u):
 
 @triton.jit
 def _gumbel(stream, at):
-    return -tl.log(-_log1m(_uniform(stream, at)))
+    return -tl.log(-_log1m(uniform(stream, at)))
 
 
 @triton.jit
@@ -93,7 +72,7 @@ def next_token(
         heat = tl.load(temperature + b * rb).to(tl.float32)
     stream = tl.full((), 0, tl.uint32)
     if NOISE:
-        stream = _stream(tl.load(seeds + b), tl.load(position + b))
+        stream = stream_of(tl.load(seeds + b), tl.load(position + b))
     loud = tl.full((), 1, tl.int1)
     if GREEDY:
         loud = tl.load(greedy + b * rb) == 0
@@ -175,7 +154,7 @@ def mixture(
     """BM rows of [weights, means, log-scales], C each: a component, then a logistic number, then its cell."""
     b = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     c = tl.arange(0, BC)
-    stream = _stream(tl.load(seeds + b, mask=b < B, other=0), tl.load(position + b, mask=b < B, other=0))
+    stream = stream_of(tl.load(seeds + b, mask=b < B, other=0), tl.load(position + b, mask=b < B, other=0))
     there = (b < B)[:, None] & (c < C)[None, :]
     at = x + b[:, None] * (3 * C) + c[None, :]
     weights = tl.load(at, mask=there, other=float("-inf")).to(tl.float32) + _gumbel(stream[:, None], c[None, :])
@@ -183,7 +162,7 @@ def mixture(
     mine = x + b * (3 * C) + first
     mean = tl.load(mine + C, mask=b < B, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.load(mine + 2 * C, mask=b < B, other=0.0).to(tl.float32), least)
-    u = _uniform(stream, tl.full((), C, tl.int32))
+    u = uniform(stream, tl.full((), C, tl.int32))
     value = mean + tl.exp(scale) * (tl.log(u) - _log1m(u))
     cell = tl.floor((value + 1.0) * half + 0.5)
     tl.store(y + b, tl.minimum(tl.maximum(cell, 0.0), LAST).to(tl.int64), mask=b < B)

@@ -330,7 +330,8 @@ class Transformer(Model):
         norm = self.norm
         if isinstance(stream, Waiting) and not isinstance(norm, nn.Identity) and fuses(stream.x, norm):
             weight, bias, eps, kind = parts_of(norm, stream.x.dtype)
-            return zero_padding(add_norm(*stream, weight, bias, eps, norm=kind)[1], lengths)
+            x, added, drop = stream
+            return zero_padding(add_norm(x, added, weight, bias, eps, norm=kind, drop=drop)[1], lengths)
         return zero_padding(norm(self._join(settled(stream))), lengths)
 
     def _shrink_outputs(self) -> None:

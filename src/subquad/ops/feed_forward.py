@@ -14,7 +14,7 @@ from subquad.ops.impl import Impl, choose
 from subquad.ops.layer_norm import Norm
 
 Activation = Literal["relu", "gelu"]
-ROWS = 4096  # with fewer rows separate operations are faster: a program takes 128 rows, so most of a GPU would be idle
+ROWS = 4096  # with fewer rows separate operations are faster: a program takes 64 rows, so most of a GPU would be idle
 
 
 class Mixed(NamedTuple):

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, multiprocessors, shared_memory
 
-ROWS, INNER, WARPS, STAGES = 128, 64, 8, 2  # ROWS is BM, INNER is BF
+INNER, STAGES = 64, 3  # INNER is BF; fewer stages on a GPU with little shared memory
+MANY, FEW = (128, 8), (64, 4)  # rows and warps of a program: few rows where each program then has a multiprocessor
 
 
 @triton.jit
@@ -83,13 +84,16 @@ def feed_forward(
 ) -> Tensor:  # fmt: skip
     rows, width = x.shape
     y = torch.empty_like(x)
+    size, warps = FEW if blocks_of(rows, FEW[0]) <= multiprocessors(x.device) else MANY
+    stage = 2 * INNER * width * x.element_size()  # bytes of both weights
+    stages = max(1, min(STAGES, shared_memory(x.device) // stage))
     half = tl.float16 if x.dtype is torch.float16 else tl.bfloat16
     constants = {
-        "D": width, "F": w_in.shape[0], "BM": ROWS, "BF": INNER, "GELU": activation == "gelu", "RMS": norm == "rms",
+        "D": width, "F": w_in.shape[0], "BM": size, "BF": INNER, "GELU": activation == "gelu", "RMS": norm == "rms",
         "BIAS": bias is not None, "PRE": pre, "MIX": o is not None, "AFTER": mix_weight is not None,
         "DOT": tl.float32 if INTERPRETED else half,
     }  # fmt: skip
     more = (x if t is None else t.contiguous() for t in (o, w_mix, b_mix, mix_weight, mix_bias))
     tensors = (x, w_in, b_in, w_out, b_out, weight, weight if bias is None else bias, *more, y)
-    launch(block, tensors, Plan((blocks_of(rows, ROWS),), (rows, eps), constants, WARPS, STAGES))
+    launch(block, tensors, Plan((blocks_of(rows, size),), (rows, eps), constants, warps, stages))
     return y

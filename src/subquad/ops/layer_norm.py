@@ -5,16 +5,30 @@ than the attention of the layer. Here one pass over x computes the gradients of 
 where the same pass adds a branch to the residual, and writes y in the type of the products that read it.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from subquad.ops.impl import Impl, choose, traced, watched
+from subquad.ops.uniform import uniform
 
 Norm = Literal["layer", "rms"]
 WIDEST_ALONE = 512  # for wider rows torch's kernels are as fast
 WIDEST = 4096
+
+
+class Drop(NamedTuple):
+    """Dropout, by numbers that follow from a seed, the row and the column."""
+
+    share: float  # of the numbers that become 0
+    seed: Tensor  # [1]
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [..., D]"""
+        rows = torch.arange(x.numel() // x.shape[-1], device=x.device)
+        kept = uniform(self.seed.expand(len(rows)), rows, x.shape[-1]).view(x.shape) >= self.share
+        return x.masked_fill(~kept, 0) * (1 / (1 - self.share))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, impl: Impl = "auto") -> Tensor:
@@ -23,7 +37,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, im
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
     if choose(impl, "layer_norm", x, _unsupported(x, weight)) == "torch":
         return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
-    y: Tensor = _AddNorm.apply(x, None, weight, bias, eps, False, None)[1]
+    y: Tensor = _AddNorm.apply(x, None, weight, bias, eps, False, None, None)[1]
     return y
 
 
@@ -37,6 +51,7 @@ def add_norm(
     norm: Norm = "layer",
     post: bool = False,
     out: torch.dtype | None = None,
+    drop: Drop | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(the residual, what the next branch reads), both [..., D]: (x + added, norm(x + added)).
@@ -44,16 +59,17 @@ def add_norm(
     added: None adds nothing; then only the gradients of both results are added in one pass
     post   the residual is norm(x + added) too
     out    the type of what the branch reads; None is that of torch's norm: float32 under autocast
+    drop   dropout of what is added
     """
     plain = traced() or (impl == "auto" and x.device.type != "cuda")
     if plain or choose(impl, "add_norm", x, _unsupported(x, weight, added)) == "torch":
-        total = x if added is None else x + added
+        total = x if added is None else x + (added if drop is None else drop.apply(added))
         if norm == "rms":
             y = nn.functional.rms_norm(total, total.shape[-1:], weight, eps)
         else:
             y = torch.layer_norm(total, total.shape[-1:], weight, bias, eps)
         return y if post else total, y if out is None else y.to(out)
-    residual, y = _AddNorm.apply(x, added, weight, bias, eps, post, out)
+    residual, y = _AddNorm.apply(x, added, weight, bias, eps, post, out, drop)
     return residual, residual if y is None else y
 
 
@@ -95,6 +111,7 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         post: bool,
         out: torch.dtype | None,
+        drop: Drop | None,
     ) -> tuple[Tensor, Tensor | None]:
         from subquad.ops import layer_norm_triton
 
@@ -102,10 +119,10 @@ class _AddNorm(torch.autograd.Function):
         wide = bias is not None and torch.is_autocast_enabled(x.device.type)
         kind = torch.float32 if wide else total  # of torch's norm
         kinds = total, kind if post else out or kind, out if post and out not in (None, kind) else None
-        s, y, h, mean, scale = layer_norm_triton.forward(x, added, weight, bias, eps, *kinds)
+        s, y, h, mean, scale = layer_norm_triton.forward(x, added, weight, bias, eps, *kinds, drop)
         ctx.save_for_backward(s, weight, mean, scale)
         ctx.set_materialize_grads(False)
-        ctx.post, ctx.rms = post, bias is None
+        ctx.post, ctx.rms, ctx.drop = post, bias is None, drop
         ctx.added = None if added is None else added.dtype
         if post:
             return y, h
@@ -119,7 +136,10 @@ class _AddNorm(torch.autograd.Function):
         of_norm = [grad.contiguous() for grad in ((first, second) if ctx.post else (second,)) if grad is not None]
         of_sum = None if ctx.post or first is None else first.contiguous()
         if not of_norm:
-            return of_sum, None if of_sum is None or ctx.added is None else of_sum.to(ctx.added), *[None] * 5
-        saved = ctx.saved_tensors
-        dx, da, dg, dc = layer_norm_triton.backward(of_sum, of_norm, *saved, rms=ctx.rms, added=ctx.added)
-        return dx, da, dg, dc, None, None, None
+            if of_sum is None or ctx.added is None:
+                return of_sum, *[None] * 7
+            of_added = of_sum if ctx.drop is None else ctx.drop.apply(of_sum)
+            return of_sum, of_added.to(ctx.added), *[None] * 6
+        how = {"rms": ctx.rms, "added": ctx.added, "drop": ctx.drop}
+        dx, da, dg, dc = layer_norm_triton.backward(of_sum, of_norm, *ctx.saved_tensors, **how)
+        return dx, da, dg, dc, None, None, None, None

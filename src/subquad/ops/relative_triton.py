@@ -6,6 +6,12 @@ through memory: each program writes the products to its own scratch with rows of
 There are only as many programs as the GPU holds at once, each with many tiles, so the scratch stays in the cache and
 does not grow with the length. The gradients of scores go the same way back.
 
+Tiles of keys meet each query with other distances, so there each product would be written for one use. What a tile of B
+queries and B keys needs lies in two products with runs of B distances, at key (x + a) mod B of one or the other: each
+entry is taken from the one that has it, and the row of query a is then turned by a, among the threads of a warp. In the
+other kernels one run of a tile is that of the tile before; keeping it gave wrong numbers in 16 bits on an H200 with
+Triton 3.6, though not in its interpreter.
+
 Legend: T queries, S keys, o = j - offset - i + before the entry of r for the pair (i, j), span the last entry, B rows
 of a tile.
 """
@@ -44,7 +50,7 @@ CONFIGS: dict[tuple[str, int], Config] = {
     ("queries", 128): Config(64, 4, 2, 2, 255, 65536),
     ("queries", 256): Config(64, 8, 1, 1, 255, 98304),
     ("queries", 512): Config(32, 4, 1, 2, 255, 81920),
-    ("keys", 128): Config(64, 4, 2, 2, 255, 57856),
+    ("keys", 128): Config(64, 4, 2, 2, 255, 123392),
     ("keys", 256): Config(64, 8, 1, 1, 255, 131072),
     ("keys", 512): Config(32, 4, 1, 2, 255, 98304),
 }
@@ -88,37 +94,37 @@ def _limits(first, last, b, S, RANGES: tl.constexpr):
 
 
 @triton.jit
-def _products(room, qw, r, W, span, c_lo, c_hi, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr,
-              PRECISION: tl.constexpr):  # fmt: skip
+def _products(room, qw, r, span, c_lo, c_hi, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+              B: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Writes (q + w)·r of a tile of queries to the scratch, for all keys c_lo .. c_hi - 1 counted from the first that
     the tile's first query sees."""
     a = tl.arange(0, B)
     lo = tl.maximum(c_lo - B + 1, 0) // B * B
     hi = tl.minimum(c_hi, span + 1)
     for o0 in tl.range(lo, hi, B):
-        o = o0 + a
-        rt = _rows(r, o, o <= span, R, D, BD)
+        rt = _rows(r, o0 + a, o0 + a <= span, R, D, BD)
         far = tl.dot(qw, rt.T, input_precision=PRECISION)
-        tl.store(room + a[:, None] * (W + 1) + o[None, :], far.to(room.dtype.element_ty), mask=(o <= span)[None, :])
+        tl.store(room + a[:, None] * (W + 1) + o0 + a[None, :], far.to(room.dtype.element_ty))
     tl.debug_barrier()
 
 
 @triton.jit
 def _inside(c0, j0, span, klo, khi, B: tl.constexpr):
-    """Whether every pair of a tile is seen; c0: its first key, counted from the first that its first query sees."""
+    """Whether every pair of a tile is seen; its keys are j0 .., its columns c0 .. are counted from the first that its
+    first row sees."""
     return (c0 >= B - 1) & (c0 + B - 1 <= span) & (j0 >= klo) & (j0 + B <= khi)
 
 
 @triton.jit
-def _scores(qu, kt, room, start, c0, W, span, klo, khi, scale, B: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(qu, kt, room, start, c0, span, klo, khi, scale, W: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
     """The scores of a tile of queries and keys start + c0 .., in base 2; -inf for pairs that are not seen."""
-    a = tl.arange(0, B)
-    s = tl.dot(qu, kt.T, input_precision=PRECISION)
-    s += tl.load(room + a[:, None] * W + c0 + a[None, :]).to(tl.float32)
-    s *= scale
+    a = tl.arange(0, B)[:, None]
+    c = c0 + tl.arange(0, B)
+    far = tl.load(room + a * W + c[None, :])  # first: it takes the longest
+    s = (tl.dot(qu, kt.T, input_precision=PRECISION) + far.to(tl.float32)) * scale
     if not _inside(c0, start + c0, span, klo, khi, B):
-        o = c0 + a[None, :] - a[:, None]
-        j = start + c0 + a
+        o = c[None, :] - a
+        j = start + c
         seen = (o >= 0) & (o <= span) & (j >= klo)[None, :] & (j < khi)[None, :]
         s = tl.where(seen, s, float("-inf"))
     return s
@@ -128,8 +134,9 @@ def _scores(qu, kt, room, start, c0, W, span, klo, khi, scale, B: tl.constexpr, 
 def _forward(
     q, k, v, r, u, w, o, lse, scratch, first, last,
     q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head,
-    W, T, S, offset, before, span, tiles, work, programs, scale_log2,
+    T, S, offset, before, span, tiles, work, programs, scale_log2,
     RANGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+    W: tl.constexpr,
 ):  # fmt: skip
     a = tl.arange(0, B)
     room = scratch + tl.program_id(0).to(tl.int64) * B * W
@@ -147,7 +154,7 @@ def _forward(
         qt = _rows(q + b * q_batch + h * q_head, i, i < T, q_stride, D, BD).to(tl.float32)
         qu = (qt + _vector(u + h * D, D, BD)).to(q.dtype.element_ty)
         qw = (qt + _vector(w + h * D, D, BD)).to(q.dtype.element_ty)
-        _products(room, qw, r + h * D, W, span, c_lo, c_hi, H * D, D, BD, B, PRECISION)
+        _products(room, qw, r + h * D, span, c_lo, c_hi, H * D, W, D, BD, B, PRECISION)
         m = tl.full([B], float("-inf"), tl.float32)
         z = tl.zeros([B], tl.float32)
         acc = tl.zeros([B, BD], tl.float32)
@@ -155,7 +162,7 @@ def _forward(
             j = start + c0 + a
             there = (j >= klo) & (j < khi)
             kt = _rows(kh + b * k_batch, j, there, k_stride, D, BD)
-            s = _scores(qu, kt, room, start, c0, W, span, klo, khi, scale_log2, B, PRECISION)
+            s = _scores(qu, kt, room, start, c0, span, klo, khi, scale_log2, W, B, PRECISION)
             top = tl.maximum(m, tl.max(s, 1))
             base = tl.where(top == float("-inf"), 0.0, top)
             p = tl.exp2(s - base[:, None])
@@ -173,20 +180,21 @@ def _forward(
 
 @triton.jit(do_not_specialize=CHANGING)
 def _queries(
-    q, k, v, r, u, w, o, do, lse, delta, dq, sums, dr, scratch, first, last,
+    q, k, v, r, u, w, o, do, lse, delta, qus, qws, dq, sums, dr, scratch, first, last,
     q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, do_batch, do_stride, do_head,
-    W, T, S, offset, before, span, tiles, work, programs, scale, scale_log2,
+    T, S, offset, before, span, tiles, work, programs, scale, scale_log2,
     RANGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
+    W: tl.constexpr,
 ):  # fmt: skip
-    """dq, and of each program its part of du and dw, in `sums` [programs, 2, D], and of dr, in `dr` [programs, W, BD].
+    """dq, and of each program its part of du and dw, in `sums` [programs, 2, D], and of dr, in `dr` [programs, O, BD].
 
-    `dr` starts with zeros. Also writes delta = Σ do·o of each query, for `_keys`.
+    `dr` starts with zeros. For `_keys` it also writes q + u, q + w and delta = Σ do·o of each query.
     """
     a = tl.arange(0, B)
     d = tl.arange(0, BD)
     program = tl.program_id(0).to(tl.int64)
     room = scratch + program * B * W
-    dr += program * W * BD
+    dr += program * tl.cdiv(span + 1, B) * B * BD
     h = tl.program_id(0) % H
     kh = k + h * k_head
     vh = v + h * v_head
@@ -209,15 +217,17 @@ def _queries(
         norm = tl.load(lse + (b * H + h) * T + i, mask=i < T, other=float("inf"))
         # a row that sees nothing has -inf: its probabilities must be 0, not exp(-inf + inf)
         norm = tl.where(norm == float("-inf"), float("inf"), norm)
+        _store(qus + (b * T * H + h) * D, i, i < T, qu, H * D, D, BD)
+        _store(qws + (b * T * H + h) * D, i, i < T, qw, H * D, D, BD)
         own = tl.sum(dot.to(tl.float32) * ot.to(tl.float32), 1)
         tl.store(delta + (b * H + h) * T + i, own, mask=i < T)
-        _products(room, qw, rh, W, span, c_lo, c_hi, H * D, D, BD, B, PRECISION)
+        _products(room, qw, rh, span, c_lo, c_hi, H * D, W, D, BD, B, PRECISION)
         near = tl.zeros([B, BD], tl.float32)
         for c0 in tl.range(c_lo, c_hi, B):
             j = start + c0 + a
             there = (j >= klo) & (j < khi)
             kt = _rows(kh + b * k_batch, j, there, k_stride, D, BD)
-            s = _scores(qu, kt, room, start, c0, W, span, klo, khi, scale_log2, B, PRECISION)
+            s = _scores(qu, kt, room, start, c0, span, klo, khi, scale_log2, W, B, PRECISION)
             p = tl.exp2(s - norm[:, None])
             vt = _rows(vh + b * v_batch, j, there, v_stride, D, BD)
             dp = tl.dot(dot, vt.T, input_precision=PRECISION)
@@ -228,15 +238,17 @@ def _queries(
         far = tl.zeros([B, BD], tl.float32)
         lo = tl.maximum(c_lo - B + 1, 0) // B * B
         hi = tl.minimum(c_hi, span + 1)
+        end = c_lo + tl.cdiv(c_hi - c_lo, B) * B  # before it, from c_lo on, `ds` was written
         for o0 in tl.range(lo, hi, B):
             e = o0 + a
+            place = dr + e[:, None] * BD + d[None, :]
+            so_far = tl.load(place)
             c = e[None, :] + a[:, None]
-            written = (e <= span)[None, :] & (c >= c_lo) & (c < tl.cdiv(c_hi - c_lo, B) * B + c_lo)
+            written = (c >= c_lo) & (c < end)
             ds = tl.load(room + a[:, None] * (W + 1) + e[None, :], mask=written, other=0.0)
             rt = _rows(rh, e, e <= span, H * D, D, BD)
             far = tl.dot(ds, rt, far, input_precision=PRECISION)
-            place = dr + e[:, None] * BD + d[None, :]
-            tl.store(place, tl.dot(tl.trans(ds), qw, tl.load(place), input_precision=PRECISION))
+            tl.store(place, so_far + tl.dot(tl.trans(ds), qw, input_precision=PRECISION))
         _store(dq + (b * T * H + h) * D, i, i < T, (near + far) * scale, H * D, D, BD)
         du += tl.sum(near, 0) * scale
         dw += tl.sum(far, 0) * scale
@@ -245,21 +257,34 @@ def _queries(
     tl.store(sums + program * 2 * BD + BD + d, dw)
 
 
+@triton.jit
+def _turned(now, past, B: tl.constexpr):
+    """Products of B queries with two runs of B distances, `now` with the later one -> those of B queries and B keys."""
+    a = tl.arange(0, B)[:, None]
+    x = tl.arange(0, B)[None, :]
+    return tl.gather(tl.where(x + a < B, now, past), (x - a) & (B - 1), 1)
+
+
+@triton.jit
+def _far(qw, r, o0, span, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
+    """(q + w)·r of a tile of queries and the distances from entry o0 on."""
+    o = o0 + tl.arange(0, B)
+    rt = _rows(r, o, (o >= 0) & (o <= span), R, D, BD)
+    return tl.dot(qw, rt.T, input_precision=PRECISION)
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def _keys(
-    q, k, v, r, u, w, do, lse, delta, dk, dv, scratch, first, last,
-    q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, do_batch, do_stride, do_head,
-    W, T, S, offset, before, span, tiles, work, programs, scale, scale_log2,
+    qus, qws, k, v, r, do, lse, delta, dk, dv, first, last,
+    k_batch, k_stride, k_head, v_batch, v_stride, v_head, do_batch, do_stride, do_head,
+    T, S, offset, before, span, tiles, work, programs, scale, scale_log2,
     RANGES: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of tiles of keys. A tile's queries are counted from the first that sees its first key."""
     a = tl.arange(0, B)
-    room = scratch + tl.program_id(0).to(tl.int64) * B * W
     h = tl.program_id(0) % H
-    qh = q + h * q_head
+    rh = r + h * D
     doh = do + h * do_head
-    uh = _vector(u + h * D, D, BD)
-    wh = _vector(w + h * D, D, BD)
     for at in tl.range(tl.program_id(0) // H, work, programs // H):
         b = (at // tiles).to(tl.int64)
         j0 = at % tiles * B
@@ -271,18 +296,8 @@ def _keys(
         c_hi = tl.minimum(T - start, span + B)
         if (j0 >= khi) | (j0 + B <= klo):
             c_hi = c_lo
-        for c0 in tl.range(c_lo, c_hi, B):
-            i = start + c0 + a
-            qt = _rows(qh + b * q_batch, i, (i >= 0) & (i < T), q_stride, D, BD).to(tl.float32)
-            qw = (qt + wh).to(q.dtype.element_ty)
-            for half in tl.static_range(2):
-                e = span - c0 - (B - 1) + B * half + a
-                rt = _rows(r + h * D, e, (e >= 0) & (e <= span), H * D, D, BD)
-                far = tl.dot(rt, tl.trans(qw), input_precision=PRECISION)  # [distances, queries]
-                c = a[:, None] + a[None, :] - (B - 1) + B * half  # the key of each
-                place = room + c0 * B + c * B + a[None, :]
-                tl.store(place, far.to(room.dtype.element_ty), mask=(c >= 0) & (c < B))
-        tl.debug_barrier()
+        qu = qus + (b * T * H + h) * D
+        qw = qws + (b * T * H + h) * D
         kt = _rows(k + b * k_batch + h * k_head, j, there, k_stride, D, BD)
         vt = _rows(v + b * v_batch + h * v_head, j, there, v_stride, D, BD)
         gk = tl.zeros([B, BD], tl.float32)
@@ -290,25 +305,25 @@ def _keys(
         for c0 in tl.range(c_lo, c_hi, B):
             i = start + c0 + a
             alive = (i >= 0) & (i < T)
-            qt = _rows(qh + b * q_batch, i, alive, q_stride, D, BD).to(tl.float32)
-            qu = (qt + uh).to(q.dtype.element_ty)
-            s = tl.dot(kt, tl.trans(qu), input_precision=PRECISION)  # [keys, queries]
-            s += tl.load(room + c0 * B + a[:, None] * B + a[None, :]).to(tl.float32)
+            wt = _rows(qw, i, alive, H * D, D, BD)
+            now = _far(wt, rh, span - c0, span, H * D, D, BD, B, PRECISION)
+            past = _far(wt, rh, span - c0 - B, span, H * D, D, BD, B, PRECISION)
+            qt = _rows(qu, i, alive, H * D, D, BD)
+            s = tl.dot(qt, kt.T, input_precision=PRECISION) + _turned(now, past, B)  # [queries, keys]
             norm = tl.load(lse + (b * H + h) * T + i, mask=alive, other=float("inf"))
             norm = tl.where(norm == float("-inf"), float("inf"), norm)
-            p = tl.exp2(s * scale_log2 - norm[None, :])
+            p = tl.exp2(s * scale_log2 - norm[:, None])
             if not (_inside(c0, j0, span, klo, khi, B) & (start + c0 + B <= T)):
-                e = span - c0 + a[:, None] - a[None, :]
-                seen = (e >= 0) & (e <= span) & there[:, None] & alive[None, :]
+                o = span - c0 + a[None, :] - a[:, None]
+                seen = (o >= 0) & (o <= span) & there[None, :] & alive[:, None]
                 p = tl.where(seen, p, 0.0)
             dot = _rows(doh + b * do_batch, i, alive, do_stride, D, BD)
-            gv = tl.dot(p.to(dot.dtype), dot, gv, input_precision=PRECISION)
-            dp = tl.dot(vt, tl.trans(dot), input_precision=PRECISION)
-            ds = p * (dp - tl.load(delta + (b * H + h) * T + i, mask=alive, other=0.0)[None, :])
-            gk = tl.dot(ds.to(qu.dtype), qu, gk, input_precision=PRECISION)
+            gv = tl.dot(tl.trans(p.to(dot.dtype)), dot, gv, input_precision=PRECISION)
+            dp = tl.dot(dot, vt.T, input_precision=PRECISION)
+            ds = p * (dp - tl.load(delta + (b * H + h) * T + i, mask=alive, other=0.0)[:, None])
+            gk = tl.dot(tl.trans(ds.to(qt.dtype)), qt, gk, input_precision=PRECISION)
         _store(dk + (b * S * H + h) * D, j, j < S, gk * scale, H * D, D, BD)
         _store(dv + (b * S * H + h) * D, j, j < S, gv, H * D, D, BD)
-        tl.debug_barrier()
 
 
 class Call(NamedTuple):
@@ -334,26 +349,38 @@ class Call(NamedTuple):
         best = CONFIGS[kernel, max(128, tile_of(self.q.shape[3]) * self.q.element_size())]
         return fitting(best, shared_memory(self.q.device))
 
-    def scratch(self, kernel: str) -> Tensor:
-        """The scratch of every program of a kernel, [programs, tile·W]."""
-        config, heads = self.config(kernel), self.q.shape[2]
-        W = blocks_of(self.span + config.tile, config.tile) * config.tile
-        most = SCRATCH // (config.tile * W * self.q.element_size())
-        each = max(1, min(config.resident * multiprocessors(self.q.device), most) // heads)
-        rows, size = self.q.shape[0], self.k.shape[1] if kernel == "keys" else self.q.shape[1]
-        each = min(each, rows * blocks_of(size, config.tile))
-        return self.q.new_empty(each * heads, config.tile * W)
+    def width(self, kernel: str) -> int:
+        """W: columns for the last entry of r, shifted by a tile's rows. Few values: kernels are compiled for each."""
+        tile = self.config(kernel).tile
+        tiles = blocks_of(self.span + 1, tile) + 1
+        power = 1 << (tiles - 1).bit_length()
+        return tile * (power * 3 // 4 if tiles <= power * 3 // 4 else power)
 
-    def plan(self, kernel: str, programs: int, strides: tuple[int, ...], scales: tuple[float, ...]) -> Plan:
+    def tiles(self, kernel: str) -> int:
+        return blocks_of(self.k.shape[1] if kernel == "keys" else self.q.shape[1], self.config(kernel).tile)
+
+    def programs(self, kernel: str) -> int:
+        """As many as the GPU holds at once. They take heads in turn, and tiles in turn."""
+        config, (rows, _, H, _) = self.config(kernel), self.q.shape
+        most = config.resident * multiprocessors(self.q.device)
+        if kernel != "keys":
+            most = min(most, SCRATCH // (config.tile * self.width(kernel) * self.q.element_size()))
+        return min(max(1, most // H), rows * self.tiles(kernel)) * H
+
+    def scratch(self, kernel: str) -> Tensor:
+        return self.q.new_empty(self.programs(kernel), self.config(kernel).tile * self.width(kernel))
+
+    def plan(self, kernel: str, strides: tuple[int, ...], scales: tuple[float, ...]) -> Plan:
         config, (rows, T, H, D), S = self.config(kernel), self.q.shape, self.k.shape[1]
-        W = blocks_of(self.span + config.tile, config.tile) * config.tile
-        tiles = blocks_of(S if kernel == "keys" else T, config.tile)
-        numbers = (*strides, W, T, S, self.offset, self.before, self.span, tiles, rows * tiles, programs, *scales)
+        tiles, programs = self.tiles(kernel), self.programs(kernel)
+        numbers = (*strides, T, S, self.offset, self.before, self.span, tiles, rows * tiles, programs, *scales)
         constants = {
             "RANGES": self.first is not None, "H": H, "D": D, "BD": tile_of(D), "B": config.tile,
             # three tensor core products make a full float32 product
             "PRECISION": "tf32x3" if self.q.dtype == torch.float32 else "tf32",
         }  # fmt: skip
+        if kernel != "keys":
+            constants["W"] = self.width(kernel)
         return Plan((programs,), numbers, constants, config.warps, config.stages, config.registers)
 
 
@@ -377,7 +404,7 @@ def forward(x: Call) -> tuple[Tensor, Tensor]:
     o = torch.empty(rows, T, H, D, device=x.q.device, dtype=x.q.dtype)
     lse = torch.empty(rows, H, T, device=x.q.device, dtype=torch.float32)
     scratch = x.scratch("forward")
-    plan = x.plan("forward", len(scratch), _strides(x.q, x.k, x.v), (x.scale * LOG2E.value,))
+    plan = x.plan("forward", _strides(x.q, x.k, x.v), (x.scale * LOG2E.value,))
     none = x.q  # stands for a missing tensor, which is never read
     ends = (none if x.first is None else x.first, none if x.last is None else x.last)
     launch(_forward, (x.q, x.k, x.v, x.r, x.u, x.w, o, lse, scratch, *ends), plan)
@@ -387,21 +414,20 @@ def forward(x: Call) -> tuple[Tensor, Tensor]:
 def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, ...]:
     """The gradients of q, k, v, r, u and w."""
     (rows, T, H, D), S, device = x.q.shape, x.k.shape[1], x.q.device
-    dq = torch.empty(rows, T, H, D, device=device, dtype=x.q.dtype)
+    dq, qu, qw = (torch.empty(rows, T, H, D, device=device, dtype=x.q.dtype) for _ in range(3))
     dk, dv = (torch.empty(rows, S, H, D, device=device, dtype=x.q.dtype) for _ in range(2))
     delta = torch.empty_like(lse)
     none = x.q
     ends = (none if x.first is None else x.first, none if x.last is None else x.last)
-    strides, scales = _strides(x.q, x.k, x.v, do), (x.scale, x.scale * LOG2E.value)
-    scratch, width = x.scratch("queries"), tile_of(D)
-    plan = x.plan("queries", len(scratch), strides, scales)
-    W = scratch.shape[1] // x.config("queries").tile
+    scales = x.scale, x.scale * LOG2E.value
+    scratch, width, tile = x.scratch("queries"), tile_of(D), x.config("queries").tile
+    plan = x.plan("queries", _strides(x.q, x.k, x.v, do), scales)
     sums = torch.empty(len(scratch), 2, width, device=device)
-    dr = torch.zeros(len(scratch), W, width, device=device)
-    launch(_queries, (x.q, x.k, x.v, x.r, x.u, x.w, o, do, lse, delta, dq, sums, dr, scratch, *ends), plan)
-    scratch = x.scratch("keys")
-    plan = x.plan("keys", len(scratch), strides, scales)
-    launch(_keys, (x.q, x.k, x.v, x.r, x.u, x.w, do, lse, delta, dk, dv, scratch, *ends), plan)
+    dr = torch.zeros(len(scratch), blocks_of(len(x.r), tile) * tile, width, device=device)
+    parts = delta, qu, qw, dq, sums, dr
+    launch(_queries, (x.q, x.k, x.v, x.r, x.u, x.w, o, do, lse, *parts, scratch, *ends), plan)
+    tensors = qu, qw, x.k, x.v, x.r, do, lse, delta, dk, dv, *ends
+    launch(_keys, tensors, x.plan("keys", _strides(x.k, x.v, do), scales))
     # programs take heads in turn
     dr = dr.unflatten(0, (-1, H)).sum(0).movedim(0, 1)[: len(x.r), :, :D] * x.scale
     du, dw = (part.unflatten(0, (-1, H)).sum(0)[:, :D] for part in sums.unbind(1))

@@ -59,7 +59,6 @@ class Answer:
         self.created = int(time.time())
         self.sending: float | None = None  # since when the client has not taken what was sent
         self.task: asyncio.Task[Any] | None = None
-        self.rest: asyncio.Task[None] | None = None  # of a part that the client did not take at once
         self.started = False
         self.failure: Exception | None = None
 
@@ -81,8 +80,6 @@ class Answer:
                 await self._send_json(send, 500, content)
         finally:
             watch.cancel()
-            if self.rest is not None:
-                self.rest.cancel()
             self.job.cancel()
             self.ended(self, status)
 
@@ -112,10 +109,14 @@ class Answer:
             refused = _failed(first)
             return await self._send_json(send, refused.status, refused.content())
         await self._start(send, 200, headers)
-        writer = Events(self, direct)
-        self.job.listener = writer.write
-        writer.write()
-        return await writer.done
+        self.job.writer = writer = Events(self, direct)
+        try:
+            writer.write()
+            return await writer.done
+        finally:
+            self.job.writer = None
+            if writer.rest is not None:
+                writer.rest.cancel()
 
     def push(self, number: int, update: Update) -> list[Piece]:
         """What may be given of a choice after an update."""
@@ -209,10 +210,18 @@ class Events:
     task waits until it does, while what comes next gathers in the job's inbox.
     """
 
+    __slots__ = (
+        "answer", "begin", "begins", "between", "choices", "data", "done", "end", "ends", "head", "job", "more",
+        "opening", "plain", "rest", "send", "status", "tail",
+    )  # fmt: skip
+
     def __init__(self, answer: Answer, send: Send):
         self.answer, self.job, self.send = answer, answer.job, send
+        self.choices, self.plain = answer.choices, answer.plain
         self.done: asyncio.Future[int] = asyncio.get_running_loop().create_future()  # the status
         self.status = 200
+        self.data, self.more = b"", True  # what is sent next, and whether more will follow
+        self.rest: asyncio.Task[None] | None = None  # of a part that the client did not take at once
         asked = answer.asked
         usage = ',"usage":null' if asked.usage else ""
         self.head = "data: " + to_json(answer.head())[:-1].decode() + ',"choices":['
@@ -223,46 +232,58 @@ class Events:
         self.begins = [f'{self.head}{{"index":{choice.index},{self.begin}' for choice in answer.choices]
         self.ends = f"]}}{self.tail}"
 
-    def write(self) -> None:
-        """Send what came, unless the client has not yet taken what was sent before."""
-        answer = self.answer
-        if self.done.done():
-            return
-        if self.job.gone:
-            self.done.set_result(499)
-        elif answer.rest is None:
+    def prepare(self) -> None:
+        """Make events of what came, unless the client has not yet taken what was sent before."""
+        if self.rest is None and not self.data and self.job.inbox:
             try:
-                if answer.open and (events := self._events()):
-                    self._send(events.encode())
+                self.data = self._events(self.job.take()).encode()
             except Exception as error:
-                self.done.set_exception(error)
+                self._finish(error)
+
+    def write(self) -> None:
+        """Send what came."""
+        self.prepare()
+        if self.job.gone:
+            self._finish(499)
+        elif self.data:
+            message = {"type": "http.response.body", "body": self.data, "more_body": self.more}
+            self.data = b""
+            try:
+                steps = self.send(message).__await__()
+                waits = next(steps)
+            except StopIteration:
+                if not self.more:
+                    self._finish(self.status)
+            except Exception as error:
+                self._finish(error)
             else:
-                if not answer.open and answer.rest is None:
-                    self.done.set_result(self.status)
+                self.answer.sending = time.monotonic()
+                self.rest = asyncio.ensure_future(_continued(steps, waits))
+                self.rest.add_done_callback(self._taken)
 
-    def _send(self, data: bytes) -> None:
-        message = {"type": "http.response.body", "body": data, "more_body": bool(self.answer.open)}
-        steps = self.send(message).__await__()
-        try:
-            waits = next(steps)
-        except StopIteration:
-            return
-        self.answer.sending = time.monotonic()
-        self.answer.rest = asyncio.ensure_future(_continued(steps, waits))
-        self.answer.rest.add_done_callback(self._sent)
-
-    def _sent(self, rest: asyncio.Task[None]) -> None:
+    def _taken(self, rest: asyncio.Task[None]) -> None:
         if rest.cancelled():
             return
-        self.answer.sending = self.answer.rest = None
-        if (error := rest.exception()) is not None and not self.done.done():
-            self.done.set_exception(error)
+        self.answer.sending = self.rest = None
+        if (error := rest.exception()) is not None:
+            self._finish(error)
+        elif not self.more:
+            self._finish(self.status)
         else:
             self.write()
 
-    def _events(self) -> str:
-        answer, inbox = self.answer, self.job.take()
-        if answer.plain and all(update.end is None for _, update in inbox):  # almost always
+    def _finish(self, how: int | BaseException) -> None:
+        self.job.writer = None
+        if self.done.done():
+            return
+        if isinstance(how, BaseException):
+            self.done.set_exception(how)
+        else:
+            self.done.set_result(how)
+
+    def _events(self, inbox: list[tuple[int, Update]]) -> str:
+        answer = self.answer
+        if self.plain and not self.job.ended:  # almost always
             events = self._quick(inbox)
         else:
             try:
@@ -270,9 +291,10 @@ class Events:
             except Refused as refused:
                 events = f"data: {to_json(refused.content()).decode()}\n\n"
                 self.status, answer.open = refused.status, 0
+            self.more = bool(answer.open)
         if self.opening:
             events, self.opening = self.opening + events, ""
-        if answer.open:
+        if self.more:
             return events
         if self.status == 200 and answer.asked.usage:
             events += f'{self.head}],"usage":{to_json(answer.usage()).decode()}}}\n\n'
@@ -281,7 +303,7 @@ class Events:
     def _quick(self, inbox: list[tuple[int, Update]]) -> str:
         """What `_joined` gives for updates that hold nothing but new tokens."""
         if len(inbox) == 1:
-            ((number, update),) = inbox
+            number, update = inbox[0]
             return self._tokens(number, update.drawn)
         joined: dict[int, list[Drawn]] = {}
         for number, update in inbox:
@@ -289,7 +311,7 @@ class Events:
         return "".join([self._tokens(number, drawn) for number, drawn in joined.items()])
 
     def _tokens(self, number: int, drawn: Sequence[Drawn]) -> str:
-        text = _quoted(self.answer.choices[number].quick(drawn))
+        text = _quoted(self.choices[number].quick(drawn))
         tokens = drawn[0].token if len(drawn) == 1 else ",".join([str(one.token) for one in drawn])
         return f"{self.begins[number]}{text}{self.between}{tokens}{self.ends}"
 

@@ -19,6 +19,8 @@ class Piece(NamedTuple):
 
 
 class Choice:
+    __slots__ = ("decoder", "ends", "finish", "given", "held", "index", "made", "stop", "waiting", "written")
+
     def __init__(self, index: int, vocabulary: Vocabulary, stop: tuple[str, ...], ends: tuple[int, ...]):
         self.index, self.stop, self.ends = index, stop, frozenset(ends)
         self.decoder = vocabulary.decoder()
@@ -46,7 +48,6 @@ class Choice:
         push = self.decoder.push
         text = push(drawn[0].token) if len(drawn) == 1 else "".join([push(one.token) for one in drawn])
         self.made += len(drawn)
-        self.written = self.given = self.given + len(text)
         return text
 
     def take(self) -> Piece | None:

@@ -4,6 +4,7 @@ What a request gets depends on its own prompt, sampling and seed only. Prompts a
 is there, and whether or not a cache knows a part of them.
 """
 
+import functools
 import sys
 import threading
 import time
@@ -58,6 +59,11 @@ class Cache(Protocol):
 
 class _Job:
     """A request and how far it is."""
+
+    __slots__ = (
+        "begun", "cached", "draft", "id", "looked", "made", "number", "prompt", "read", "request", "scored", "state",
+        "text",
+    )  # fmt: skip
 
     def __init__(self, number: int, request: Request):
         self.number, self.request = number, request
@@ -144,6 +150,7 @@ class Engine:
         self.values, self.vocab = values_of(model), vocab_of(model)
         self.decoder, self.head, self.rooms = decoder_of(model), head_of(model), Rooms(decoder_of(model))
         self.streams = self._make_streams()
+        self.single = functools.cache(lambda token: (Drawn(token),))  # made once for each token of the vocabulary
 
         self.work = threading.Condition()  # guards what other threads touch: the next four
         self.waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by owner; the first owner is served next
@@ -288,9 +295,12 @@ class Engine:
                 logger.exception("a step failed: its requests end, and the next ones get new streams")
                 updates += [self._end(job, "error", error=describe(error)) for job in list(self.drawing.values())]
                 self.streams = self._make_streams()
+            made = 0
             for update in updates:
+                made += len(update.drawn)
                 if update.end is not None:
                     self._forget(update.number)
+            self.counts["tokens"] += made
             return updates
 
     def _cancel(self) -> list[Update]:
@@ -410,12 +420,13 @@ class Engine:
     def _read_pieces(self, group: list[tuple[_Job, int]]) -> None:
         if group[0][1] == 0:
             return
+        scored = any(job.request.prompt_logprobs for job, _ in group)
         if self.abreast == 1:
             ((job, count),) = group
             tokens = torch.tensor([job.request.prompt[job.read : job.read + count]], device=self.model.device)
             room = -(-(job.read + count) // BLOCK) * BLOCK  # what lies behind the piece must not change its numbers
             state = None if job.state is None else self.rooms.fit(job.state, room)
-            outputs, state = self._prefill(tokens, None, state, group[0][0].request.prompt_logprobs)
+            outputs, state = self._prefill(tokens, None, state, scored)
             results = [(outputs[0], state)]
         else:
             width, rows = self._width(group[0][1]), len(group)
@@ -428,8 +439,7 @@ class Engine:
             states = [empty if job.state is None else self.rooms.fit(job.state, self.capacity) for job, _ in group]
             states += [empty] * (self.abreast - rows)
             joined = map_state(lambda *parts: torch.cat(parts), *states)
-            head = any(job.request.prompt_logprobs for job, _ in group)
-            outputs, state = self._prefill(tokens.to(self.model.device), lengths, joined, head)
+            outputs, state = self._prefill(tokens.to(self.model.device), lengths, joined, scored)
             results = [
                 (outputs[i, :count], map_state(torch.clone, select(state, slice(i, i + 1))))
                 for i, count in enumerate(counts)
@@ -446,7 +456,6 @@ class Engine:
                     logger.exception("the cache failed: it does not keep a state")
 
     def _prefill(self, tokens: Tensor, lengths: Tensor | None, state: State | None, head: bool) -> tuple[Tensor, State]:
-        """Logits only with `head`: those of a large vocabulary take as long as several layers."""
         work = work_of(self.model, () if state is None else state, tokens.numel())
         return run_small(work, lambda: self.decoder.prefill(tokens, lengths, state, head=head))
 
@@ -523,7 +532,7 @@ class Engine:
         for id, token in made.items():
             job = self.drawing[id]
             drawn: tuple[Drawn, ...]
-            drawn = (Drawn(token, logprobs[id], tuple(tops.get(id, ()))) if job.scored else Drawn(token),)
+            drawn = (Drawn(token, logprobs[id], tuple(tops.get(id, ()))),) if job.scored else self.single(token)
             if drafted:
                 drawn = drafted.pop(id, ()) + drawn
             updates.append(self._report(job, drawn))
@@ -552,14 +561,13 @@ class Engine:
         return made
 
     def _report(self, job: _Job, drawn: tuple[Drawn, ...]) -> Update:
-        first = job.made == 0
+        first, request = job.made == 0, job.request
         job.made += len(drawn)
-        self.counts["tokens"] += len(drawn)
         if job.draft is not None:
             job.text += [one.token for one in drawn]
-        if drawn[-1].token in job.request.stop:
+        if drawn[-1].token in request.stop:
             return self._end(job, "stop", drawn, first)
-        if job.made >= job.request.steps:
+        if job.made >= request.steps:
             return self._end(job, "length", drawn, first)
         return Update(job.number, drawn, None, job.cached, tuple(job.prompt) if first else ())
 

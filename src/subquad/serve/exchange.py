@@ -3,8 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from subquad.serve.engine import Engine
 from subquad.serve.metrics import Metrics
@@ -15,18 +15,32 @@ LAG = 1.0  # seconds for which the engine waits for a loop that has much else to
 BEHIND = 8192  # tokens that a slow reader may be behind; then it is cut off
 
 
+class Writer(Protocol):
+    def prepare(self) -> None:
+        """Make one event of what is in the inbox."""
+
+    def write(self) -> None:
+        """Send it."""
+
+
 class Job:
     """The engine's requests of one HTTP request."""
+
+    # A step of the model empties the caches. With slots, here and in what else each token needs, less is read again
+    __slots__ = (
+        "begun", "behind", "ended", "exchange", "first", "gone", "inbox", "numbers", "streams", "waiter", "writer",
+    )  # fmt: skip
 
     def __init__(self, exchange: "Exchange", streams: bool):
         self.exchange, self.streams = exchange, streams
         self.numbers: dict[int, int] = {}  # of the engine's requests to choices
         self.inbox: list[tuple[int, Update]] = []
         self.waiter: asyncio.Future[None] | None = None  # of who writes the answer
-        self.listener: Callable[[], None] | None = None  # called in place of waking a task
+        self.writer: Writer | None = None  # called in place of waking a task
         self.begun = time.monotonic()
         self.first: float | None = None  # seconds to the first token
         self.behind = 0  # tokens in the inbox
+        self.ended = False  # a choice, at least
         self.gone = ""  # why nobody reads the answer any more
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -52,8 +66,8 @@ class Job:
             await self.waiter
 
     def wake(self) -> None:
-        if self.listener is not None:
-            self.listener()
+        if self.writer is not None:
+            self.writer.write()
         elif self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
@@ -116,10 +130,9 @@ class Exchange:
         assert self.loop is not None
         now, made, jobs, ready = time.monotonic(), 0, self.jobs, self.ready
         for update in updates:
-            number, drawn, end = update[:3]
-            count = len(drawn)
+            count, end = len(update.drawn), update.end
             made += count
-            if (found := jobs.get(number)) is None:
+            if (found := jobs.get(update.number)) is None:
                 continue
             job, choice = found
             job.inbox.append((choice, update))
@@ -129,7 +142,8 @@ class Exchange:
                 job.first = now - job.begun
                 self.metrics.first_token.observe(job.first)
             if end is not None:
-                del jobs[number], job.numbers[number]
+                del jobs[update.number], job.numbers[update.number]
+                job.ended = True
             if job.streams and job.behind > BEHIND:
                 job.leave(f"the client reads too slowly: it is more than {BEHIND:,} tokens behind")
             elif first or end is not None:
@@ -147,6 +161,10 @@ class Exchange:
     def _flush(self) -> None:
         self.timer, self.flushed = None, time.monotonic()
         ready, self.ready = self.ready, set()
+        # first all that is computed: between system calls, which fill the caches with other things, it takes longer
+        for job in ready:
+            if job.writer is not None:
+                job.writer.prepare()
         for job in ready:
             job.wake()
 

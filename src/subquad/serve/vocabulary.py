@@ -88,6 +88,8 @@ class Bytes(Vocabulary):
 
 
 class _ByteDecoder:
+    __slots__ = ("inside", "utf8")
+
     def __init__(self) -> None:
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.inside = False  # a character

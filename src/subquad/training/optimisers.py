@@ -15,7 +15,9 @@ from torch.optim import Adam, AdamW, Muon, Optimizer, RAdam
 from subquad.models.embedding import Embedding, Grid
 from subquad.ops.short_conv import ShortConv
 from subquad.training.config import TrainingConfig
-from subquad.training.pieces import in_pieces
+from subquad.training.pieces import in_pieces, pieces_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each parameter, beside the number of its steps
 
 
 class Optimiser:
@@ -45,7 +47,8 @@ class Optimiser:
 
     def step(self) -> None:
         for part in self.parts:
-            part.step()
+            if not (self.capturable and _update_in_pieces(part)):
+                part.step()
 
     def state(self) -> list[Tensor]:
         """The tensors of the state that exist by now."""
@@ -105,6 +108,30 @@ def scale_and_clip(
     else:
         torch._foreach_mul_(grads, list((factor * (clip / (norms + 1e-6)).clamp(max=1)).unbind()))
     return norm
+
+
+@torch.no_grad()
+def _update_in_pieces(part: Optimizer) -> bool:
+    """A step of fused Adam with decoupled decay, in smaller views; False if that is no gain, or its first step."""
+    calls = []
+    for group in part.param_groups:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params or any(p not in part.state for p in params):
+            return False
+        moments = ([part.state[p][name] for p in params] for name in MOMENTS)
+        numbers = [p.detach() for p in params]
+        lists = in_pieces(numbers, [p.grad for p in params], *moments)
+        if lists[0] is numbers:
+            return False
+        calls.append((group, [part.state[p]["step"] for p in params], params, lists))
+    for group, steps, params, lists in calls:
+        torch._foreach_add_(steps, 1)
+        each = [step for step, p in zip(steps, params, strict=True) for _ in range(pieces_of(p))]
+        how: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+        how |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        values, gradients, *averages = lists
+        torch._fused_adamw_(values, gradients, averages[0], averages[1], [], each, amsgrad=False, maximize=False, **how)
+    return True
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -24,3 +24,8 @@ def in_pieces(*lists: Tensors) -> tuple[Tensors, ...]:
     if not all(type(t) is Tensor and t.is_contiguous() for some in lists for t in some):
         return lists
     return tuple([piece for t in some for piece in torch.split(t.view(-1), SIZE)] for some in lists)
+
+
+def pieces_of(t: Tensor) -> int:
+    """How many views `in_pieces` makes of a tensor."""
+    return max(1, -(-t.numel() // SIZE))

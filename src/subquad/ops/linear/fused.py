@@ -66,9 +66,12 @@ def forward(x: Inputs, spec: Spec, save: bool) -> Outputs:
 
 
 def backward(
-    do: Tensor, ds: Tensor | None, dz: Tensor | None, x: Inputs, spec: Spec, done: Outputs
+    do: Tensor, ds: Tensor | None, dz: Tensor | None, x: Inputs, spec: Spec, done: Outputs, together: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, log_gate, s0 and z0, from those of o, s and z and from what `forward` returned."""
+    """The gradients of q, k, v, log_gate, s0 and z0, from those of o, s and z and from what `forward` returned.
+
+    `together`: those of q, k and v may lie side by side in one tensor, as q, k and v do.
+    """
     from subquad.ops.linear import launches_triton
 
-    return launches_triton.backward(do, ds, dz, x, spec, done)
+    return launches_triton.backward(do, ds, dz, x, spec, done, together)

@@ -19,7 +19,8 @@ Every dot product takes operands of the input's type and adds in float32. Gates 
 log_gate between two positions of one chunk, so nothing overflows. The strides from token to token are compile-time
 constants: addresses then take few registers, and twice as many programs share a multiprocessor.
 
-Legend: C chunk, L segment, N sequences; a slot is a (sequence, segment) pair, a row the slot's place in the buffers.
+Legend: C chunk, L segment, N sequences; a slot is a (sequence, segment) pair, a row the slot's place in the buffers;
+QT, KT, VT, OT, GQ, GK, GV from a token to the next in q, k, v, do, dq, dk and dv.
 """
 
 import triton
@@ -332,7 +333,7 @@ def forward(
 def backward_q(
     q, k, v, o, inv, do, pull, dq, init, zinit, start, zstart, sums, zsums, cu, owner, lengths,
     eps, T, L, NS, qb, qh, kb, kh, vb, vh, ob, oh,
-    QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr,
+    QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, GQ: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
@@ -357,7 +358,7 @@ def backward_q(
     v += head_of(n, h, first, vb, VT, vh, PACKED)
     do += head_of(n, h, first, ob, OT, oh, PACKED)
     o += (first * H + h) * V
-    dq += (first * H + h) * K
+    dq += first * GQ + h * K
     inv += first * H + h
     pull += first * H + h
 
@@ -423,7 +424,7 @@ def backward_q(
         f = features(q, t, left, QT, k0, MAP, K, C, BK, EVEN, ACC)
         if NORM:
             back = back * w[:, None]
-        store_rows(dq, phi_pull(back, f, MAP), t, size - t, H * K, k0, K, C, BK, EVEN)
+        store_rows(dq, phi_pull(back, f, MAP), t, size - t, GQ, k0, K, C, BK, EVEN)
         if SUMS:
             if NORM:
                 f = f * w[:, None]
@@ -449,7 +450,7 @@ def backward_q(
 def backward_kv(
     q, k, v, inv, do, pull, dk, dv, init, zinit, fin, zfin, cu, owner, lengths,
     T, L, NS, qb, qh, kb, kh, vb, vh, ob, oh,
-    QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr,
+    QT: tl.constexpr, KT: tl.constexpr, VT: tl.constexpr, OT: tl.constexpr, GK: tl.constexpr, GV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, H: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
@@ -471,8 +472,8 @@ def backward_kv(
     k += head_of(n, h, first, kb, KT, kh, PACKED)
     v += head_of(n, h, first, vb, VT, vh, PACKED)
     do += head_of(n, h, first, ob, OT, oh, PACKED)
-    dk += (first * H + h) * K
-    dv += (first * H + h) * V
+    dk += first * GK + h * K
+    dv += first * GV + h * V
     inv += first * H + h
     pull += first * H + h
 
@@ -521,7 +522,7 @@ def backward_kv(
                 a = tl.where(i[:, None] <= i[None, :], a, 0.0)  # [C keys, C queries]
                 ax, ascale = fit(a, DOT)
                 gv += tl.dot(ax, dox, input_precision=PREC, out_dtype=ACC) * ascale
-            store_rows(dv, gv, t, size - t, H * V, v0, V, C, BV, EVEN)
+            store_rows(dv, gv, t, size - t, GV, v0, V, C, BV, EVEN)
         if DK:
             vx = load_rows(v, t, left, VT, v0, V, C, BV, EVEN).to(DOT)
             gk = tl.dot(vx, rx, input_precision=PREC, out_dtype=ACC) * rscale
@@ -536,7 +537,7 @@ def backward_kv(
             gk = phi_pull(gk, kx.to(ACC), MAP)
             if not EVEN:
                 gk = tl.where((i < left)[:, None], gk, 0.0)
-            store_rows(dk, gk, t, size - t, H * K, k0, K, C, BK, EVEN)
+            store_rows(dk, gk, t, size - t, GK, k0, K, C, BK, EVEN)
 
     if FINAL and DK:
         if j == 0:

@@ -12,6 +12,7 @@ from subquad.ops.linear import gated_kernels_triton as gated
 from subquad.ops.linear import kernels_triton as kernels
 from subquad.ops.linear.fused import Outputs, cut, segment_of, state_type
 from subquad.ops.linear.spec import Inputs, Spec
+from subquad.ops.packed import beside
 
 Sums = tuple[Tensor, Tensor]  # s and z, or the same rows twice, which hold z after s
 
@@ -33,6 +34,10 @@ TUNED: dict[tuple[str, bool, int, int, int], Config] = {
     ("backward_q many", True, 64, 64, 2): Config(64, 64, 4, 3, 168),
     ("backward_kv many", True, 64, 64, 2): Config(64, 64, 4, 2, 255),
     ("backward_kv", False, 64, 64, 2): Config(64, 64, 4, 2, 168),
+    # a program of one warp waits for no other, and all programs of MNIST's model fit the GPU at once
+    ("forward many", True, 32, 32, 2): Config(32, 32, 1, 3, 255),
+    ("backward_q many", True, 32, 32, 2): Config(32, 32, 1, 3, 255),
+    ("backward_kv many", True, 32, 32, 2): Config(32, 32, 1, 3, 255),
     ("forward", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
     ("backward_v", True, 256, 64, 2): Config(64, 64, 8, 2, 255),
     ("walk_s", True, 64, 64, 2): Config(64, 64, 4, 3, 128),
@@ -98,13 +103,15 @@ _DOT = {
 class Call:
     """Starts the kernels of one call; a tensor that is not there is replaced by one that is, and never read."""
 
-    def __init__(self, x: Inputs, spec: Spec, do: Tensor | None = None) -> None:
+    def __init__(self, x: Inputs, spec: Spec, do: Tensor | None = None, grads: Sequence[Tensor] | None = None) -> None:
+        """`grads`: those of q, k and v in a backward, whose heads are contiguous, but rows may be further apart."""
         q, k, v, gate, lengths, cu = x[:6]
         self.x, self.spec, self.gated = x, spec, gate is not None
         self.inputs = {"Q": q, "K": k, "V": v, "O": q if do is None else do}
         self.segment = segment_of(q, k, spec.causal)
         self.heads, self.width_k, self.width_v = q.shape[2], q.shape[3], v.shape[3]
         self.gate = q if gate is None else gate
+        self.rows = {f"G{name}": t.stride(1) for name, t in zip("QKV", grads or (), strict=False)}
         owner = q
         if cu is not None:  # the sequence of each slot: sequence n has slots from cu[n] // L + n on
             first = cu[:-1] // self.segment + torch.arange(x.sequences, device=q.device)
@@ -117,7 +124,7 @@ class Call:
             None if gate is None else (gate.dtype, gate.stride()),
             None if lengths is None else lengths.dtype,
             None if cu is None else (cu.dtype, cu.shape),
-            None if do is None else do.stride(),
+            None if do is None else do.stride(), *self.rows.values(),
             torch.backends.cuda.matmul.allow_tf32,
         ))  # fmt: skip
 
@@ -155,7 +162,7 @@ class Call:
                 "K": self.width_k, "V": self.width_v, "H": self.heads, "C": cfg.chunk, "BK": block_k, "BV": block_v,
                 "EVEN": whole and not padded and x.cu_seqlens is None, "MAP": spec.feature_map,
                 "CAUSAL": spec.causal, "NORM": spec.normalize, "SIGNED": spec.signed, "GATED": self.gated,
-                "PACKED": x.cu_seqlens is not None, "LENGTHS": padded, **own,
+                "PACKED": x.cu_seqlens is not None, "LENGTHS": padded, **self.rows, **own,
                 "DOT": _DOT[x.q.dtype], "ACC": tl.float64 if x.q.dtype is torch.float64 else tl.float32,
                 "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
             }  # fmt: skip
@@ -235,9 +242,9 @@ def forward(
 
 
 def backward(
-    do: Tensor, ds: Tensor | None, dz: Tensor | None, x: Inputs, spec: Spec, done: Outputs
+    do: Tensor, ds: Tensor | None, dz: Tensor | None, x: Inputs, spec: Spec, done: Outputs, together: bool
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, log_gate, s0 and z0."""
+    """The gradients of q, k, v, log_gate, s0 and z0. `together`: those of q, k and v may lie side by side."""
     _, s, z, saved_inv, _ = done
     if ds is None and dz is not None:
         ds = torch.zeros_like(s)
@@ -245,13 +252,16 @@ def backward(
         dz = torch.zeros_like(z)
     dend = None if ds is None or dz is None else (ds.contiguous(), dz.contiguous())
     do = do if do.stride(-1) == 1 else do.contiguous()
-    dq, dk, dv = (t.new_empty(t.shape) if x.cu_seqlens is None else t.new_zeros(t.shape) for t in x[:3])
+    plain = x.log_gate is None
+    grads = beside(*x[:3]) if together and plain and x.cu_seqlens is None else None
+    if grads is None:
+        grads = [t.new_empty(t.shape) if x.cu_seqlens is None else t.new_zeros(t.shape) for t in x[:3]]
     dinit = None if x.s0 is None or x.z0 is None else (torch.empty_like(x.s0), torch.empty_like(x.z0))
     inv = s.new_empty((0,)) if saved_inv is None else saved_inv
-    call = Call(x, spec, do)
-    run = backward_plain if x.log_gate is None else backward_gated
-    dg = run(call, do, dend, done, inv, (dq, dk, dv), dinit)
-    return dq, dk, dv, dg, *(dinit or (None, None))
+    call = Call(x, spec, do, grads)
+    run = backward_plain if plain else backward_gated
+    dg = run(call, do, dend, done, inv, grads, dinit)
+    return *grads, dg, *(dinit or (None, None))
 
 
 def backward_plain(

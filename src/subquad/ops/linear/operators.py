@@ -107,7 +107,8 @@ def _gradient(ctx: Any, do: Tensor | None, ds: Tensor | None, dz: Tensor | None,
     inputs, done = tensors[:_N], tensors[_N:]
     do = torch.zeros_like(done[0]) if do is None else do
     if ctx.spec[-1] == "triton" and _eager(do):
-        grads = _backward(do, ds, dz, *inputs, *ctx.spec, *done)
+        x, spec = _joined((*inputs, *ctx.spec))[:2]
+        grads = _PATHS["triton"].backward(do, ds, dz, x, spec, done, together=True)
     else:
         grads = torch.ops.subquad.linear_attention_backward(do, ds, dz, *inputs, *ctx.spec, *filled(do, done))
         grads = tuple(None if t is None else g for t, g in zip(_differentiable(inputs), grads, strict=True))
