@@ -175,11 +175,28 @@ def test_linearise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run(blocks("linearise.md", "python"), "linearise.md")
     assert sum(row["softmax"] for row in names["report"]["layers"]) == 1
     assert names["written"].shape[1] > 7
+    assert len(names["drawn"]) == 20
     Path("student").rename("made")
     for command, *words in commands("linearise.md"):
         small = ["align_steps=2", "align_length=64", "distil_steps=1", "distil_length=64"]
         more = ["--lengths", "32", *(word for setting in small for word in ("--set", setting))]
+        if command == "serve":
+            answers(words[0])
+            continue
         invoke(command, *words, *(more if command == "linearise" else []))
+
+
+def answers(folder: str) -> None:
+    """A server of that folder, which otherwise would run on."""
+    pytest.importorskip("starlette")
+    from subquad.serve.server import make_service
+    from subquad.serve.settings import ServeSettings
+    from tests.serve.test_http import Live
+
+    live = Live(make_service(folder, ServeSettings(device="cpu", slots=2)))
+    done = live.post("/v1/completions", prompt="The sea", max_tokens=5, ignore_eos=True)
+    live.stop()
+    assert len(done.json()["choices"][0]["tokens"]) == 5
 
 
 def test_add_mechanism(monkeypatch: pytest.MonkeyPatch) -> None:

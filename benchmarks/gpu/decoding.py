@@ -87,6 +87,18 @@ def cache(batch: int, capacity: int, heads: int, width: int, dtype: torch.dtype,
     return found
 
 
+def grouped(batch: int, capacity: int, heads: int, share: int, width: int, dtype: torch.dtype) -> Verdict:
+    """Grouped queries: each of the `heads` of keys serves `share` heads of queries."""
+    found = Verdict()
+    k, v = (draw(batch, capacity, heads, width, dtype=dtype) for _ in range(2))
+    q, count = draw(batch, heads * share, width, dtype=dtype), torch.randint(1, capacity, (batch,), device=DEVICE)
+    poison()
+    mine, plain = (cached_attention(q, k, v, count, impl=impl) for impl in ("triton", "torch"))
+    exact = cached_attention(q.double(), k.double(), v.double(), count, impl="torch")
+    found.compare("o", mine, plain, exact, slack=SLACK)
+    return found
+
+
 def linear(
     batch: int, heads: int, width: int, dtype: torch.dtype, turning: bool, feature_map: str, queued: bool
 ) -> Verdict:
@@ -349,6 +361,7 @@ CACHES = (
     (1, 4500, 12, 64, B16, True), (3, 100, 2, 32, F16, False), (64, 700, 8, 32, B16, True),
     (2, 1000, 4, 128, F32, True), (256, 300, 12, 64, B16, True), (2, 70, 2, 80, B16, True),
 )  # fmt: skip
+GROUPED = ((1, 4500, 4, 3, 64, B16), (16, 700, 8, 4, 128, B16), (64, 300, 2, 7, 64, F32))
 SUMS = (
     (1, 12, 64, B16, True, "elu+1"), (256, 12, 64, B16, True, "elu+1"), (5, 8, 32, F16, False, "relu"),
     (3, 2, 128, F32, True, "elu+1"), (7, 3, 80, B16, True, "identity"), (64, 8, 32, F32, False, "exp"),
@@ -361,6 +374,7 @@ CHECKS = [
         for how in sorted({(NORMS[n % 3], ACTIVATIONS[n // 2 % 3]), ("layer", "gelu")})
     ),
     *(Case("decoding", cache, given) for given in CACHES),
+    *(Case("decoding", grouped, given) for given in GROUPED),
     *(Case("decoding", linear, (*given, queued)) for given in SUMS for queued in (False, True)),
     *(Case("decoding", angles, (width,)) for width in (32, 64, 128)),
     *(Case("decoding", taps, (dtype,)) for dtype in (B16, F32)),

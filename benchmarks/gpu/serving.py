@@ -33,7 +33,26 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def linearised(dtype: torch.dtype) -> Any:
+    """A Llama of transformers with grouped queries, of which two layers in three are linear."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import subquad.hf
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.1,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    subquad.hf.replace(model, [0], "gated_deltanet", expand_v=1)
+    subquad.hf.replace(model, [2], "linear", exact_window=64)
+    return subquad.hf.Decoder(model.to(DEVICE, dtype).eval())
+
+
 def make_model(name: str, dtype: torch.dtype, **more: Any) -> Any:
+    if name == "linearised":
+        return linearised(dtype)
     torch.manual_seed(0)
     model = LanguageModel(vocab=256, dim=256, depth=3, heads=4, **{"positions": "none", **MODELS[name], **more})
     with torch.no_grad():
@@ -166,7 +185,7 @@ def turn_times(streams: int = 1000, turns: int = 50) -> Figures:
 
 
 CHECKS = [
-    *(Case("serving", texts, (name, torch.float32)) for name in MODELS),
+    *(Case("serving", texts, (name, torch.float32)) for name in (*MODELS, "linearised")),
     Case("serving", texts, ("linear", torch.bfloat16)),
     *(Case("serving", drafts, (norm,)) for norm in ("layer", "rms")),
 ]

@@ -229,7 +229,9 @@ def generate(
 @declare()
 @options_of(ServeSettings, "settings")
 def serve(
-    checkpoint: Annotated[str, Argument(help="A checkpoint's name, a run, or the folder of a saved model.")],
+    checkpoint: Annotated[
+        str, Argument(help="A checkpoint's name, a run, or the folder of a saved model, also of one of `linearise`.")
+    ],
     *,
     settings: ServeSettings,
 ) -> None:

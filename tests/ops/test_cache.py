@@ -3,6 +3,7 @@ import torch
 from torch import Tensor
 
 from subquad.ops.cache import append, cached_attention
+from subquad.ops.dense import counted_attention
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float) -> Tensor:
@@ -29,6 +30,21 @@ def test_only_what_is_in_use_is_read(counts: list[int], dtype: torch.dtype) -> N
     assert o.dtype == dtype
     error = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(o.double(), expected, rtol=0, atol=error)
+
+
+@pytest.mark.parametrize("counts", [[7], [1, 20, 33]])
+def test_grouped_queries_read_the_keys_of_their_group(counts: list[int]) -> None:
+    _, k, v = inputs(len(counts), 33, 2, 8, 12, torch.float64)
+    q = torch.randn(len(counts), 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    count = torch.tensor(counts)
+    o = cached_attention(q, k, v, count, scale=0.5)
+    keys, values = (x.repeat_interleave(3, 2) for x in (k, v))
+    torch.testing.assert_close(o, dense(q, keys, values, count, 0.5))
+    tokens = torch.stack((q, 2 * q), 1)  # [B, T, H, K]
+    seen = torch.stack((count, count.clamp(max=4)), 1)
+    o = counted_attention(tokens, k, v, seen, scale=0.5)
+    for t in range(2):
+        torch.testing.assert_close(o[:, t], dense(tokens[:, t], keys, values, seen[:, t], 0.5))
 
 
 def test_gradients_reach_the_cache() -> None:

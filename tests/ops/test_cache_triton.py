@@ -30,6 +30,20 @@ def test_the_kernel_is_the_definition(
 
 
 @interpreted
+@pytest.mark.parametrize("size", [40, 300])
+def test_queries_may_be_grouped(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from subquad.ops import cache_triton
+
+    monkeypatch.setattr(cache_triton, "BLOCK", 1024)
+    q, _, _ = inputs(2, size, 6, 16, 12, torch.float32)
+    _, k, v = inputs(2, size, 2, 16, 12, torch.float32)
+    count = torch.tensor([3, size])
+    o = cache_triton.attend(q, k, v, count, 0.3)
+    keys, values = (x.repeat_interleave(3, 2) for x in (k, v))
+    torch.testing.assert_close(o.double(), dense(q, keys, values, count, 0.3), rtol=0, atol=1e-5)
+
+
+@interpreted
 @pytest.mark.parametrize(("size", "counts"), [(40, [1, 40]), (300, [3, 300])])
 def test_scores_may_be_additive(size: int, counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     from subquad.ops import cache_triton

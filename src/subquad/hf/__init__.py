@@ -4,7 +4,7 @@ Our models in their world: this import registers them, so AutoModelForCausalLM.f
 what `model.save` wrote, without remote code. `wrap` and `unwrap` do the same in memory.
 
 Our attention in their models: `register` makes a pattern an attention implementation of transformers; `replace` puts
-mechanisms in the place of a model's attention modules.
+mechanisms in the place of a model's attention modules. `Decoder` generates with such a model as with one of ours.
 """
 
 try:
@@ -16,6 +16,7 @@ from subquad.hf.attention import register
 from subquad.hf.cache import SubquadCache
 from subquad.hf.configuration import SubquadConfig
 from subquad.hf.convert import convert
+from subquad.hf.decoder import Decoder
 from subquad.hf.linearise import LineariseSettings, Measures, linearise
 from subquad.hf.modeling import (
     SubquadForCausalLM,
@@ -29,6 +30,7 @@ from subquad.hf.replace import replace
 from subquad.hf.tokenizer import byte_tokenizer
 
 __all__ = [
+    "Decoder",
     "LineariseSettings",
     "Measures",
     "SubquadCache",

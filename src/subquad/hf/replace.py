@@ -205,14 +205,14 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype), rest), -1)
 
 
-def rotary_of(module: Any, model: nn.Module) -> Turn | None:
+def rotary_of(module: Any, model: nn.Module, instead: str = ": pass rotary=False to do without") -> Turn | None:
     """The rotary positions of a model, or None if it has none; refuses those that are not like Llama's."""
     rotary: list[Any] = [own for own in model.modules() if "rotary" in type(own).__name__.lower()]
     if not rotary:
         return None
     name, kind = type(rotary[0]).__name__, getattr(rotary[0], "rope_type", "default")
     if len(rotary) > 1 or kind in ("dynamic", "longrope"):
-        raise ValueError(f"{name} of type {kind!r} depends on the layer or the length: pass rotary=False to do without")
+        raise ValueError(f"{name} of type {kind!r} depends on the layer or the length{instead}")
     apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     with torch.device("cpu"):
         q = torch.randn(1, 3, 2, module.head_dim, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
@@ -225,7 +225,7 @@ def rotary_of(module: Any, model: nn.Module) -> Turn | None:
         except (AttributeError, TypeError, ValueError, RuntimeError):
             same = False
     if not same:
-        raise ValueError(f"{name} turns queries and keys in another way than Llama's: pass rotary=False to do without")
+        raise ValueError(f"{name} turns queries and keys in another way than Llama's{instead}")
     return turn
 
 
@@ -261,16 +261,26 @@ class Beside(nn.Module):
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         return self.window(x, lengths) + self.other(x, lengths)
 
+    def init_state(self, batch: int, capacity: int | None = None) -> BothStates:
+        return BothStates(self.window.init_state(batch, capacity), self.other.init_state(batch, capacity))
+
     def prefill(self, x: Tensor, lengths: Tensor | None, state: BothStates | None) -> tuple[Tensor, BothStates]:
         before = BothStates(None, None) if state is None else state
         y, window = self.window.prefill(x, lengths, before.window)
         z, other = self.other.prefill(x, lengths, before.other)
         return y + z, BothStates(window, other)
 
-    def step(self, x: Tensor, state: BothStates) -> tuple[Tensor, BothStates]:
-        y, window = self.window.step(x, state.window)
-        z, other = self.other.step(x, state.other)
+    def step(self, x: Tensor, state: BothStates, inplace: bool = False) -> tuple[Tensor, BothStates]:
+        y, window = self.window.step(x, state.window, inplace)
+        z, other = self.other.step(x, state.other, inplace)
         return y + z, BothStates(window, other)
+
+    def defer(self, state: BothStates) -> BothStates:
+        return BothStates(self.window.defer(state.window), self.other.defer(state.other))
+
+    def settle(self, state: BothStates, steps: int) -> None:
+        self.window.settle(state.window, steps)
+        self.other.settle(state.other, steps)
 
 
 class Replacement(nn.Module):

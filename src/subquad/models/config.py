@@ -175,6 +175,11 @@ class TransformerConfig(Config):
             return self.ff_dim
         return -(-8 * self.dim // 24) * 8 if self.activation == "swiglu" else 4 * self.dim
 
+    @property
+    def kv_width(self) -> int:
+        """The width of the keys, and of the values, that softmax attention keeps of a token."""
+        return self.dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingConfig(Config):

@@ -246,7 +246,8 @@ def bucket(room: int, limit: int | None) -> int:
 def check_drawing(model: Any, sampling: Sampling, stop: int | Sequence[int]) -> tuple[Sampling, tuple[int, ...]]:
     """The sampling, and the stop tokens as a tuple; fails if the model does not generate or cannot draw them."""
     if not isinstance(model, Model) or not hasattr(model, "generate"):
-        raise ValueError(f"model is a {type(model).__name__}: accepted is a LanguageModel, a Seq2Seq or an LSTM")
+        accepted = "a LanguageModel, a Seq2Seq, an LSTM, or subquad.hf.Decoder(model) of a decoder of transformers"
+        raise ValueError(f"model is a {type(model).__name__}: accepted is {accepted}")
     values = values_of(model)
     sampling.check(values)
     stop = (stop,) if isinstance(stop, int) else tuple(stop)

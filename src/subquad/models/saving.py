@@ -225,7 +225,7 @@ def _check_header(header: Any, path: Path) -> dict[str, Any]:
     if is_theirs(header):
         raise ValueError(
             f"{path} is of a model of transformers, {header['model_type']!r}: accepted here are those of subquad; "
-            "`subquad generate` and AutoModelForCausalLM take this folder"
+            "`subquad generate`, `subquad serve` and AutoModelForCausalLM take decoders from this folder"
         )
     if not named or not all(isinstance(header[key], str) for key in ("model", "dtype")):
         raise ValueError(f"{path} is not a model's config: accepted are the keys {', '.join((*KEYS, DIGEST))}")

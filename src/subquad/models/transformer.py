@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from subquad import ranks
 from subquad.checks import INTEGERS, check_count, check_strided, shown
-from subquad.mechanisms.base import Mixer, Traits
+from subquad.mechanisms.base import Mixer, StateKind, Traits
 from subquad.models import reversible
 from subquad.models.blocks import Block, Stream, Waiting, make_norm, parts_of, settled, shorten
 from subquad.models.config import TransformerConfig, assemble
@@ -31,6 +31,15 @@ class State(NamedTuple):
 
     layers: tuple[Any, ...]
     position: Tensor  # [B]
+
+
+def joint_state(kinds: Sequence[StateKind | None]) -> StateKind | None:
+    """What the states of several layers are together: the kind that grows most, or None if a layer has none."""
+    if None in kinds:
+        return None
+    if "growing" in kinds:
+        return "growing"
+    return "window" if "window" in kinds else "constant"
 
 
 class Transformer(Model):
@@ -64,13 +73,11 @@ class Transformer(Model):
     @property
     def traits(self) -> Traits:
         """The traits of the whole stack. Its state is of the kind that grows most, or None if a layer has none."""
-        states = [block.mixer.traits.state for block in self._blocks()]
-        largest = next((kind for kind in ("growing", "window") if kind in states), "constant")
         return Traits(
             causal=self.config.causal,
             bidirectional=not self.config.causal,
             cross=self.config.cross is not None,
-            state=None if None in states else largest,  # type: ignore[arg-type]
+            state=joint_state([block.mixer.traits.state for block in self._blocks()]),
             fixed_length=any(block.mixer.traits.fixed_length for block in self._blocks()),
         )
 

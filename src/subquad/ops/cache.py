@@ -72,8 +72,9 @@ def cached_attention(
 ) -> Tensor:
     """Softmax attention of one query per row to the first `count` [B] entries of a cache, all at least 1.
 
-    q_t [B, H, K], k [B, C, H, K], v [B, C, H, V] -> o [B, H, V]. It never waits for a GPU.
-    With `score` [H, K] attention is additive: the scores are score·tanh(q + k), by default unscaled.
+    q_t [B, H, K], k [B, C, G, K], v [B, C, G, V] -> o [B, H, V]. It never waits for a GPU. G divides H: with grouped
+    queries each key head serves H/G query heads, one after the other.
+    With `score` [H, K] attention is additive: the scores are score·tanh(q + k), by default unscaled, and G is H.
     """
     scale = (q_t.shape[-1] ** -0.5 if score is None else 1.0) if scale is None else scale
     k, v = k.to(q_t.dtype), v.to(q_t.dtype)
@@ -129,8 +130,14 @@ def _masked(q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, scor
     if score is not None:
         return additive_attention(q_t[:, None], k, v, count[:, None], score * scale, impl="torch")[:, 0]
     seen = torch.arange(k.shape[1], device=k.device) < count[:, None]  # [B, C]
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, H, C, K]
-    return F.scaled_dot_product_attention(q_t[:, :, None], k, v, seen[:, None, None], scale=scale)[:, :, 0]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, G, C, K]
+    o = F.scaled_dot_product_attention(_by_group(q_t, k), k, v, seen[:, None, None], scale=scale)
+    return o.flatten(1, 2)
+
+
+def _by_group(q_t: Tensor, k: Tensor) -> Tensor:
+    """q_t [B, H, K] -> [B, G, H/G, K]: the queries of a group are like several queries of one head."""
+    return q_t.unflatten(1, (k.shape[1], -1))
 
 
 def _attend(
@@ -146,7 +153,7 @@ def _attend(
         high = -(-high // BLOCK) * BLOCK
         return _masked(q_t, k[:, :high], v[:, :high], count, scale, score)
     k, v = k[:, :high].transpose(1, 2), v[:, :high].transpose(1, 2)
-    return F.scaled_dot_product_attention(q_t[:, :, None], k, v, scale=scale)[:, :, 0].contiguous()
+    return F.scaled_dot_product_attention(_by_group(q_t, k), k, v, scale=scale).flatten(1, 2).contiguous()
 
 
 # An operator, so that a compiled program too reads only the part of the cache that is in use

@@ -1,6 +1,6 @@
 """The Triton path of `cache`: one pass over the entries of a cache, in splits if there are few rows.
 
-Legend: B batch, C capacity, H heads, K key width, V value width.
+Legend: B batch, C capacity, H heads of queries, G heads of keys and values, K key width, V value width.
 """
 
 import torch
@@ -24,7 +24,7 @@ def decode(
     q, k, v, n, kn, vn, cos, sin, o, high, mass, weight,
     scale, C, H, qb, qh, kb, kc, kh, vb, vc, vh, xb, xh, wb, wh, tb,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, SPLITS: tl.constexpr,
-    NEW: tl.constexpr, TURN: tl.constexpr, ADDITIVE: tl.constexpr, EARLY: tl.constexpr,
+    NEW: tl.constexpr, TURN: tl.constexpr, ADDITIVE: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of one row over one split of its keys: the running softmax of flash attention, in base 2.
 
@@ -55,8 +55,8 @@ def decode(
     m = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     acc = tl.zeros((BV,), tl.float32)
-    k += b * kb + h * kh
-    v += b * vb + h * vh
+    k += b * kb + (h // GROUP) * kh
+    v += b * vb + (h // GROUP) * vh
     if NEW:
         key = turned(kn + b * xb + h * xh, cos + b * tb, sin + b * tb, dk, K, TURN)
         value = tl.load(vn + b * wb + h * wh + dv, mask=dv < V, other=0.0)
@@ -122,10 +122,11 @@ def attend(
     q_t: Tensor, k: Tensor, v: Tensor, count: Tensor, scale: float, new: tuple[Tensor, Tensor] | None = None,
     by: Turns | None = None, score: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """q_t [B, H, K], k [B, C, H, K], v [B, C, H, V], count [B] -> o [B, H, V].
+    """q_t [B, H, K], k [B, C, G, K], v [B, C, G, V], count [B] -> o [B, H, V]; G divides H.
 
     score [H, K]: the weights of additive attention, in place of the dot product.
-    new: a key [B, H, K] and a value [B, H, V], written to place `count` and attended to. `by` turns q_t and that key.
+    new: a key [B, H, K] and a value [B, H, V], written to place `count` and attended to; then G is H. `by` turns q_t
+    and that key.
     """
     q_t, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_t, k, v))
     b, h, width_k = q_t.shape
@@ -144,7 +145,7 @@ def attend(
     numbers = (scale * LOG2E, k.shape[1], h, *strides, row_stride(None if by is None else cos))
     constants = {
         "K": width_k, "V": width_v, "BK": wide_k, "BV": wide_v, "BC": block, "SPLITS": splits, "NEW": new is not None,
-        "TURN": by is not None, "ADDITIVE": score is not None, "EARLY": EARLY,
+        "TURN": by is not None, "ADDITIVE": score is not None, "GROUP": h // k.shape[2], "EARLY": EARLY,
     }  # fmt: skip
     plan = Plan((b * h, splits), numbers, constants, stages=3, early=EARLY)
     weight = q_t if score is None else score.contiguous()

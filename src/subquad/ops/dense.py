@@ -53,7 +53,16 @@ def dense_attention(
 def counted_attention(
     q: Tensor, k: Tensor, v: Tensor, counts: Tensor, *, scale: float | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Attention to a cache: query t sees the first counts[b, t] >= 1 of the keys; counts [B or 1, T]."""
+    """Attention to a cache: query t sees the first counts[b, t] >= 1 of the keys; counts [B or 1, T].
+
+    q [B, T, H, K], k [B, S, G, K], v [B, S, G, V] -> [B, T, H, V]. G divides H: with grouped queries each key head
+    serves H/G query heads, one after the other.
+    """
+    T, H, G = q.shape[1], q.shape[2], k.shape[2]
+    if H != G:  # the queries of a group are like more tokens, so that no key is copied
+        q = q.unflatten(2, (G, -1)).transpose(2, 3).flatten(1, 2)  # [B, T·H/G, G, K]
+        o = counted_attention(q, k, v, counts.repeat_interleave(H // G, 1), scale=scale, dropout=dropout)
+        return o.unflatten(1, (T, -1)).transpose(2, 3).flatten(2, 3)
     slots, k, v = torch.arange(k.shape[1], device=q.device), k.to(q.dtype), v.to(q.dtype)
 
     def attend(q: Tensor, counts: Tensor) -> Tensor:

@@ -19,11 +19,12 @@ import uvicorn
 from rich.console import Console
 
 from subquad.checks import check_plain, refuse
+from subquad.data import files
 from subquad.machine import available
 from subquad.models import LanguageModel, load, shipped
 from subquad.models.decoding import values_of
 from subquad.models.footprint import bytes_per_stream
-from subquad.models.saving import check_finite, read_header
+from subquad.models.saving import check_finite, of_transformers, read_header
 from subquad.serve.app import Service, logger
 from subquad.serve.body import Reader
 from subquad.serve.engine import Engine
@@ -42,7 +43,10 @@ CLOSING = 5  # seconds for answers that were cancelled to be sent
 
 
 def serve(checkpoint: str, settings: ServeSettings, console: Console) -> None:
-    """Serve a saved model until SIGTERM or Ctrl-C. `checkpoint`: a run, a model's folder, or a checkpoint's name."""
+    """Serve a saved model until SIGTERM or Ctrl-C. `checkpoint`: a run, a model's folder, or a checkpoint's name.
+
+    The folder may be one that transformers saved, such as those of `subquad linearise`.
+    """
     service = make_service(checkpoint, settings)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -91,9 +95,9 @@ class Server(uvicorn.Server):
 def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     """Everything but the sockets."""
     keys, device = _keys(settings.api_key_env), available(settings.device)
-    folder = shipped.find(checkpoint)
-    model, card = _load(folder, device, settings.dtype), shipped.card(folder)
-    draft = None if settings.draft is None else _load(shipped.find(settings.draft), device, settings.dtype)
+    folder = _find(checkpoint)
+    model, card = _load(folder, device, settings.dtype), {} if of_transformers(folder) else shipped.card(folder)
+    draft = None if settings.draft is None else _load(_find(settings.draft), device, settings.dtype)
     vocabulary = vocabulary_of(folder, model, card, settings.chat_template)
     cache = _cache(model, settings)
     metrics = Metrics()
@@ -120,7 +124,14 @@ def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     )  # fmt: skip
 
 
-def _load(folder: Path, device: str, dtype: str) -> LanguageModel:
+def _find(checkpoint: str) -> Path:
+    return Path(checkpoint) if of_transformers(checkpoint) else shipped.find(checkpoint)
+
+
+def _load(folder: Path, device: str, dtype: str) -> Any:
+    """A language model of ours, or a decoder of transformers with our states."""
+    if of_transformers(folder):
+        return _load_theirs(folder, device, dtype)
     kind = read_header(folder)["model"]
     if kind != LanguageModel.__name__:
         raise ValueError(f"{folder} is a saved {kind}, which cannot be served: accepted is a language model")
@@ -128,11 +139,20 @@ def _load(folder: Path, device: str, dtype: str) -> LanguageModel:
     check_finite(model, folder)
     if dtype != "auto" or torch.device(device).type == "cpu":  # shipped models have 16 bits, which are slow on CPUs
         model = model.to(torch.float32 if dtype == "auto" else getattr(torch, dtype))
-    assert isinstance(model, LanguageModel)
     return model
 
 
-def _cache(model: LanguageModel, settings: ServeSettings) -> Any:
+def _load_theirs(folder: Path, device: str, dtype: str) -> Any:
+    files.extra("transformers", "hf", "folders that transformers saved")
+    from subquad.hf import Decoder
+
+    kind = getattr(torch, dtype, torch.float32 if torch.device(device).type == "cpu" else None)  # "auto" is no type
+    model = Decoder.load(folder, device, kind)
+    check_finite(model, folder)
+    return model
+
+
+def _cache(model: Any, settings: ServeSettings) -> Any:
     if settings.cache_gb == 0:
         if settings.cache_dir is not None:
             refuse("cache_dir", str(settings.cache_dir), "none with cache_gb=0")
@@ -152,7 +172,7 @@ def _keys(variable: str | None) -> tuple[str, ...]:
 
 
 def _describe(
-    model: LanguageModel, card: Mapping[str, Any], vocabulary: Vocabulary, capacity: int, state: int,
+    model: Any, card: Mapping[str, Any], vocabulary: Vocabulary, capacity: int, state: int,
     slots: int, settings: ServeSettings,
 ) -> dict[str, Any]:  # fmt: skip
     """What the page and other clients can know of a model, beyond OpenAI's fields."""
@@ -175,11 +195,11 @@ def _describe(
         "draft": settings.draft is not None,
         "state_bytes": state,  # of one request, at its full length
         "state_bytes_first": bytes_per_stream(model, 1),  # after one token; the same unless states grow
-        "kv_bytes_per_token": 2 * stack.depth * stack.dim * width,  # what softmax attention of this size would keep
+        "kv_bytes_per_token": 2 * stack.depth * stack.kv_width * width,  # what softmax in all layers would keep
     }
 
 
-def _image(model: LanguageModel, card: Mapping[str, Any]) -> dict[str, int] | None:
+def _image(model: Any, card: Mapping[str, Any]) -> dict[str, int] | None:
     task = writer_of(model, card)
     if not issubclass(task, Images):
         return None

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from subquad.checks import refuse
 from subquad.data import audio, files
 from subquad.disk import blaming, read_object
-from subquad.models import LanguageModel
 from subquad.models.decoding import values_of
+from subquad.models.saving import of_transformers
 from subquad.tasks import writer_of
 from subquad.tasks.images import Images
 from subquad.tasks.text import BYTES, Text, number_tokens, prompt_tokens
@@ -133,7 +133,8 @@ class _NumberDecoder:
 class HuggingFace(Vocabulary):
     """A folder's own tokenizer, which `transformers` reads."""
 
-    def __init__(self, folder: Path, vocab: int):
+    def __init__(self, folder: Path, vocab: int, ends: tuple[int, ...] = ()):
+        """`ends`: tokens with which the model ends a text, besides the tokenizer's own."""
         transformers = files.extra("transformers", "hf", "folders with a tokenizer")
         import_module("subquad.hf")  # so that transformers knows our config.json, which lies beside the tokenizer
         with blaming(f"the tokenizer in {folder}", OSError, ValueError):
@@ -143,7 +144,7 @@ class HuggingFace(Vocabulary):
             raise ValueError(f"{folder} has a tokenizer of {len(self.tokenizer):,} tokens: accepted is {accepted}")
         end, begin = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         super().__init__(vocab, begin if begin is not None else end if end is not None else 0)
-        self.ends = () if end is None else (end,)
+        self.ends = tuple(dict.fromkeys((*(() if end is None else (end,)), *ends)))
         self.byte_of = {
             char: byte for byte, char in import_module("transformers.convert_slow_tokenizer").bytes_to_unicode().items()
         }
@@ -208,12 +209,14 @@ class _TextDecoder:
         return self.tokenizer.decode(self.tokens)[len(before) :]
 
 
-def vocabulary_of(folder: Path, model: LanguageModel, card: Mapping[str, Any], template: Path | None) -> Vocabulary:
+def vocabulary_of(folder: Path, model: Any, card: Mapping[str, Any], template: Path | None) -> Vocabulary:
     """The vocabulary of a saved model: its folder's tokenizer, else what its task writes."""
     vocab, task = model.config.embedding.vocab or 0, writer_of(model, card)
     found: Vocabulary
     if any((folder / name).is_file() for name in TOKENIZER):
-        found = HuggingFace(folder, vocab)
+        found = HuggingFace(folder, vocab, getattr(model, "ends", ()))
+    elif of_transformers(folder):
+        raise ValueError(f"{folder} has no tokenizer: accepted is a folder with one of {', '.join(TOKENIZER)}")
     elif task is Text and vocab >= BYTES:
         found = Bytes(vocab)
     else:

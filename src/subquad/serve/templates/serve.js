@@ -278,7 +278,7 @@
     $("cache-bar").style.width = `${(100 * cache) / most}%`;
     const each = seen.streams > 1 ? `${seen.streams} streams of ${counted(Math.round(length), "token")}` : counted(Math.round(length), "token");
     const same = grows ? "The state of this model grows with the text, too." : `The state of this model has the same size at every length; a cache would be larger from ${counted(Math.ceil(about.state_bytes / about.kv_bytes_per_token), "token")} on.`;
-    $("memory").textContent = `After ${each}. The cache is that of softmax attention in a model of the same depth and width. ${same}`;
+    $("memory").textContent = `After ${each}. The cache is what softmax attention in all layers would keep. ${same}`;
     $("made").textContent = seen.made.toLocaleString("en");
     $("first").textContent = seen.first === null ? "–" : `${short(seen.first - seen.begun)} ms`;
     const after = seen.made - seen.early;
