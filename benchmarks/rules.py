@@ -4,6 +4,7 @@
     python benchmarks/rules.py --checks 40 --seed 3 --lengths ""     forty random cases only
     python benchmarks/rules.py --checks 0 --rules delta              times of one rule only
     python benchmarks/rules.py --peers FOLDER           where a copy of flash-linear-attention lies, if not installed
+    python benchmarks/rules.py --checks 0 --warm 13     in 13 processes, what it chooses from is compiled first
     python benchmarks/rules.py --parts                  milliseconds of each kernel
 
 Correct means: error against float64 at most twice that of the plain chunked torch expression in the same type, or 1e-5
@@ -284,6 +285,26 @@ def peers() -> dict[str, Callable[..., Tensor]]:
     }
 
 
+def compile_peers(part: int, parts: int, rules: list[str], folder: Path | None) -> None:
+    """Run the other library with every `parts`-th of the launches that it chooses from, so that they are compiled."""
+    from triton.runtime.autotuner import Autotuner
+
+    chosen = Autotuner.prune_configs
+
+    def some(self: Any, kwargs: Any) -> Any:
+        configs = chosen(self, kwargs)
+        return configs[part::parts] or configs[:1]
+
+    Autotuner.prune_configs = some
+    if folder:
+        sys.path.insert(0, str(folder))
+    others = peers()
+    for rule in rules:
+        x = inputs(rule, LENGTHS[0])
+        with contextlib.suppress(Exception):  # what fails is reported where it is timed
+            torch.autograd.grad(others[rule](*x).sum(), x)
+
+
 def measure(fn: Callable[..., Tensor], x: list[Tensor]) -> dict[str, Any]:
     """Milliseconds of forward, and of forward and backward, where it runs."""
     found: dict[str, Any] = {}
@@ -348,6 +369,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 3), help="processes that check")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="sequence lengths to time")
     parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--warm", type=int, default=0, help="processes that compile for the other library before")
     parser.add_argument("--parts", action="store_true", help="the time of each kernel, and nothing else")
     parser.add_argument("--peers", type=Path, help="a folder that holds flash-linear-attention")
     parser.add_argument("--commit", help="what is measured, where there is no git history to ask")
@@ -371,6 +393,11 @@ def main() -> None:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / "rules.json").write_text(json.dumps(report, indent=1, default=str) + "\n")
 
+    if args.warm:
+        with ProcessPoolExecutor(args.warm, multiprocessing.get_context("spawn")) as pool:
+            given = args.warm, args.rules.split(","), args.peers
+            list(pool.map(compile_peers, range(args.warm), *([one] * args.warm for one in given)))
+        print("the launches of flash-linear-attention are compiled", flush=True)
     report["checks"] = check_all(args.checks, args.seed, args.seconds, args.workers) if args.checks else []
     keep()
     report["speed"] = {}
