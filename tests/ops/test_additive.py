@@ -125,7 +125,7 @@ def test_compiles_for_hopper_and_four_units_share_a_reciprocal(name: str, V: int
     names = [p.name for p in kernel.params]
     constants = {n: value for n, value in constants.items() if n in names}
     signature = {n: "constexpr" if n in constants else KINDS.get(n, "i32") for n in names}
-    whole = ("wide_q", "wide_k", "row0", "rows")
+    whole = ("wide_q", "wide_k")
     aligned = {
         (at,): [["tt.divisibility", 16]]
         for at, n in enumerate(names)

@@ -42,8 +42,8 @@ NARROW = 64  # wider values leave no registers to save
 SHARED = 98304  # bytes of shared memory that tiles of wide values take
 
 # Arguments that change with the length. Triton must not compile another kernel if one is 1 or a multiple of 16; the
-# others, such as row0, are always multiples.
-CHANGING = ["T", "S", "size", "others", "U", "tiles", "slice0"]
+# others, such as wide_q, are always multiples.
+CHANGING = ["T", "S", "size", "others", "U", "tiles", "slice0", "turn", "pieces", "apart"]
 
 
 @triton.jit
@@ -185,17 +185,23 @@ def _forward(
     tl.store(lse + n.to(tl.int64) * T + i, tl.where(alive, m + tl.log2(z), float("inf")), mask=i < T)
 
 
+@triton.jit
+def _first_row(n, turn, pieces, apart, ROWS: tl.constexpr):
+    """The first query of the piece that sequence n has in this turn."""
+    return (turn + n * apart) % pieces * ROWS
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def _pairs(
     q, k, v, do, counts, score, eq, ek, large_q, large_k, lse, delta, dv, by_query, by_key,
     q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, do_batch, do_stride, do_head,
-    T, S, U, tiles, wide_q, wide_k, row0, rows, slice0, zero,
+    T, S, U, tiles, wide_q, wide_k, turn, pieces, apart, slice0, zero,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, BP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the scores of the queries row0 .. row0 + rows - 1 and a tile of keys, written in both orders.
+    """Gradients of the scores of the queries row0 .. row0 + ROWS - 1 and a tile of keys, written in both orders.
 
-    by_query [slices, rows, wide_k], by_key [slices, wide_k, rows]. Adds to dv [N, S, V] what these queries give.
+    by_query [slices, ROWS, wide_k], by_key [slices, wide_k, ROWS]. Adds to dv [N, S, V] what these queries give.
     """
     j0 = tl.program_id(0) % tiles * BN
     own = tl.program_id(0) // tiles
@@ -209,17 +215,18 @@ def _pairs(
     q += b * q_batch + h * q_head
     k += b * k_batch + h * k_head
     do += b * do_batch + h * do_head
-    by_query += own.to(tl.int64) * rows * wide_k
-    by_key += own.to(tl.int64) * rows * wide_k
+    by_query += own.to(tl.int64) * ROWS * wide_k
+    by_key += own.to(tl.int64) * ROWS * wide_k
+    row0 = _first_row(n, turn, pieces, apart, ROWS)
     j = j0 + tl.arange(0, BN)
     top_k = _largest(large_k, n, wide_k, j0, BN, BP)
     vt = _rows(v + b * v_batch + h * v_head, j, j < S, v_stride, V, BV)
     grad = tl.zeros([BN, BV], tl.float32)
-    for i0 in tl.range(row0, row0 + rows, BM):
+    for i0 in tl.range(row0, row0 + ROWS, BM):
         i = i0 + tl.arange(0, BM)
         count = tl.load(counts + b * T + i, mask=i < T, other=0).to(tl.int32)
         by_query_tile = by_query + (i - row0).to(tl.int64)[:, None] * wide_k + j[None, :]
-        by_key_tile = by_key + j.to(tl.int64)[:, None] * rows + (i - row0)[None, :]
+        by_key_tile = by_key + j.to(tl.int64)[:, None] * ROWS + (i - row0)[None, :]
         if tl.max(count, 0) <= j0:  # `_units` reads larger tiles, of which others may be seen
             tl.store(by_query_tile, tl.zeros([BM, BN], by_query.dtype.element_ty))
             tl.store(by_key_tile, tl.zeros([BN, BM], by_key.dtype.element_ty))
@@ -245,7 +252,7 @@ def _pairs(
 def _units(
     x, y, counts, ex, ey, large_x, large_y, ds, dx, dscore,
     x_batch, x_stride, x_head, y_batch, y_stride, y_head,
-    T, S, size, others, U, tiles, wide_q, wide_k, row0, slice0,
+    T, S, size, others, U, tiles, wide_q, wide_k, turn, pieces, apart, slice0,
     KEYS: tl.constexpr, H: tl.constexpr, BU: tl.constexpr, BX: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
@@ -271,6 +278,7 @@ def _units(
     wide_x = wide_k
     wide_y = wide_q
     step = wide_k
+    row0 = _first_row(n, turn, pieces, apart, ROWS)
     begin = row0
     i = row0 + tl.arange(0, ROWS)
     if KEYS:  # from the first query that sees a key of this tile
@@ -454,15 +462,17 @@ def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tenso
     piece = Piece(x, queries, keys, do, lse, delta, x.weights())
     dq, dk = torch.empty_like(queries.by_unit), torch.zeros_like(keys.by_unit)
     dv = torch.zeros(N, S, V, device=device)
-    dscore = torch.zeros(dq.shape[:2], device=device)
+    pieces, dscore = piece.pieces, torch.zeros(dq.shape[:2], device=device)
+    dq_in_pieces = dq.unflatten(2, (pieces, ROWS))
     slices = max(1, min(N, HELD // (ROWS * keys.wide)))
     held = [torch.empty(slices * ROWS * keys.wide, device=device, dtype=x.v.dtype) for _ in range(2)]
     for slice0 in range(0, N, slices):
         own = slice(slice0, min(slice0 + slices, N))
-        for row0 in range(0, T, ROWS):
-            by_query, by_key = piece.pairs(own, row0, held, dv)
-            piece.of_keys(own, row0, by_query, dk)
-            dq[own, :, row0 : row0 + ROWS], share = piece.of_queries(own, row0, by_key)
+        some = torch.arange(own.start, own.stop, device=device)
+        for turn in range(pieces):
+            by_query, by_key = piece.pairs(own, turn, held, dv)
+            piece.of_keys(own, turn, by_query, dk)
+            dq_in_pieces[some, :, (turn + some * piece.apart) % pieces], share = piece.of_queries(own, turn, by_key)
             dscore[own] += share
     score = x.score.float()[:, :, None]
 
@@ -476,7 +486,10 @@ def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tenso
 
 
 class Piece(NamedTuple):
-    """The backward of ROWS queries of some sequences: what its kernels read."""
+    """The backward of ROWS queries of some sequences: what its kernels read.
+
+    In a turn sequences have different pieces, spread over the length: causal, the first see few keys and the last all.
+    """
 
     x: Call
     queries: Powers
@@ -486,41 +499,52 @@ class Piece(NamedTuple):
     delta: Tensor
     weights: Tensor
 
-    def pairs(self, own: slice, row0: int, held: list[Tensor], dv: Tensor) -> list[Tensor]:
+    @property
+    def pieces(self) -> int:
+        """Of each sequence."""
+        return blocks_of(self.x.q.shape[1], ROWS)
+
+    @property
+    def apart(self) -> int:
+        """By how many the pieces of two neighbours differ."""
+        return max(1, self.pieces // (self.x.q.shape[0] * self.x.q.shape[2]))
+
+    def pairs(self, own: slice, turn: int, held: list[Tensor], dv: Tensor) -> list[Tensor]:
         """The gradients of the scores, by queries and by keys; adds to dv."""
         (q, k, v, counts, _), count = self.x, own.stop - own.start
         T, S, U = q.shape[1], k.shape[1], q.shape[3]
         tiles = blocks_of(S, POSITIONS) * POSITIONS // self.x.tile["BN"]  # what `_units` reads must have been written
         (_, eq, _, large_q, wide_q), (_, ek, _, large_k, wide_k) = self.queries, self.keys
-        numbers = (*_strides(q, k, v, self.do), T, S, U, tiles, wide_q, wide_k, row0, ROWS, own.start, 0.0)
+        sizes = (T, S, U, tiles, wide_q, wide_k, turn, self.pieces, self.apart, own.start)
+        numbers = (*_strides(q, k, v, self.do), *sizes, 0.0)
         read = (q, k, v, self.do, counts, self.weights, eq, ek, large_q, large_k, self.lse, self.delta)
-        plan = Plan((tiles * count,), numbers, self.x.constants, *self.x.launches("pairs"))
+        plan = Plan((tiles * count,), numbers, {**self.x.constants, "ROWS": ROWS}, *self.x.launches("pairs"))
         launch(_pairs, (*read, dv, *held), plan)
         return held
 
-    def of_keys(self, own: slice, row0: int, by_query: Tensor, dk: Tensor) -> None:
+    def of_keys(self, own: slice, turn: int, by_query: Tensor, dk: Tensor) -> None:
         """Adds the gradients of the keys, not yet times the score, to dk [N, units, wide]."""
         tiles = blocks_of(self.x.k.shape[1], POSITIONS)
-        self._units(own, row0, (self.keys, self.queries), tiles, 1, (by_query, dk, dk))
+        self._units(own, turn, (self.keys, self.queries), tiles, 1, (by_query, dk, dk))
 
-    def of_queries(self, own: slice, row0: int, by_key: Tensor) -> tuple[Tensor, Tensor]:
+    def of_queries(self, own: slice, turn: int, by_key: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of the queries [slices, units, ROWS], not yet times the score, and what they give to the
         gradient of the score, [slices, units]."""
         pieces, tiles, count = blocks_of(self.x.k.shape[1], ROWS), ROWS // POSITIONS, own.stop - own.start
         units = self.queries.by_unit.shape[1]
         parts = self.weights.new_empty(pieces, count, units, ROWS)
         shares = self.weights.new_empty(pieces, count, tiles, units)
-        self._units(own, row0, (self.queries, self.keys), tiles, pieces, (by_key, parts, shares))
+        self._units(own, turn, (self.queries, self.keys), tiles, pieces, (by_key, parts, shares))
         return parts.sum(0), shares.sum((0, 2))
 
     def _units(
-        self, own: slice, row0: int, sides: tuple[Powers, Powers], tiles: int, pieces: int, rest: tuple[Tensor, ...]
+        self, own: slice, turn: int, sides: tuple[Powers, Powers], tiles: int, pieces: int, rest: tuple[Tensor, ...]
     ) -> None:
         (x, _, ex, large_x, _), (y, _, ey, large_y, _) = sides
         _, T, H, U = self.x.q.shape
         wides = self.queries.wide, self.keys.wide
         sizes = (T, self.x.k.shape[1], x.shape[1], y.shape[1], U, tiles)
-        numbers = (*_strides(x, y), *sizes, *wides, row0, own.start)
+        numbers = (*_strides(x, y), *sizes, *wides, turn, self.pieces, self.apart, own.start)
         tile = {"BU": UNITS, "BX": POSITIONS, "ROWS": ROWS, "BP": OTHERS}
         constants = {"KEYS": sides[0] is self.keys, "H": H, **tile, "FAST": FAST}
         grid = (blocks_of(U, UNITS) * tiles * (own.stop - own.start), pieces)
