@@ -179,7 +179,7 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.additive.GPU_PAIRS": "PAIRS on a GPU",
     "ops.additive_triton.HELD": "ops/test_additive.py",
     "ops.additive_triton.NARROW": "of registers",
-    "ops.additive_triton.PIECE": "ops/test_additive.py",
+    "ops.additive_triton.OTHERS": "ops/test_additive.py",
     "ops.additive_triton.QUERIES": "ops/test_additive.py",
     "ops.additive_triton.ROWS": "ops/test_additive.py",
     "ops.additive_triton.SHARED": "ops/test_additive.py",
@@ -247,6 +247,7 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.sparse.split.PIECE": "mechanisms/test_split.py",
     "ops.sparse.triton_path.SPLIT": "ops/sparse/test_triton.py",
     "ops.triangular.ROWS": "ops/test_triangular.py",
+    "ops.uniform.MASK": "of the definition",
 }
 
 
