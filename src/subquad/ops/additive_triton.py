@@ -37,7 +37,7 @@ OTHERS = 32  # positions whose largest exponent is known
 ROWS = 256  # queries of one piece of the backward, and keys that a program adds up for the gradient of queries
 HELD = 2**25  # gradients of scores in memory at once
 # warps, stages, registers: with fewer registers than the compiler would take, more programs hide each other's waits
-LAUNCHES = {"forward": (4, 1, 168), "pairs": (4, 1, 208), "keys": (4, 1, 168), "queries": (4, 1, 208)}
+LAUNCHES = {"forward": (4, 1, 168), "pairs": (8, 1, 128), "keys": (4, 1, 168), "queries": (4, 1, 168)}
 NARROW = 64  # wider values leave no registers to save
 SHARED = 98304  # bytes of shared memory that tiles of wide values take
 
@@ -302,7 +302,7 @@ def _units(
     ds += own.to(tl.int64) * ROWS * wide_k + p
     a = tl.load(ex + line[:, None] * wide_x + p[None, :])
     acc = tl.zeros([BU, BX], tl.float32)
-    first = tl.zeros([BU, BX], tl.float32)
+    first = tl.zeros([BU, BX // 4], tl.float32)  # summed over neighbours, whom a thread holds, to save registers
     total = tl.zeros([BX], tl.float32)
     big = _largest(large_x, n, wide_x, p0, BX, BP) + _largest(large_y, n, wide_y, begin, ROWS, BP) > ROOM
     if big:
@@ -319,7 +319,7 @@ def _units(
             acc += w0 * t0
             total += d0
             if not KEYS:
-                first += w0
+                first += tl.sum(tl.reshape(w0, [BU, BX // 4, 4]), 2)
     else:
         for at in tl.range(lo, end, GROUP, num_stages=STAGES):
             four = at + tl.arange(0, GROUP)
@@ -348,7 +348,7 @@ def _units(
             acc += w3 * t3
             total += (d0 + d1) + (d2 + d3)
             if not KEYS:
-                first += (w0 + w1) + (w2 + w3)
+                first += tl.sum(tl.reshape((w0 + w1) + (w2 + w3), [BU, BX // 4, 4]), 2)
     grad = total[None, :] - 4.0 * acc
     if KEYS:
         place = dx + (n.to(tl.int64) * groups * BU + u)[:, None] * wide_k + p[None, :]
