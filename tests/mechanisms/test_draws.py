@@ -202,6 +202,7 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.ctc_triton.PLACES": "ops/test_ctc.py",
     "ops.feed_forward.ROWS": "a GPU's; ops/test_feed_forward.py computes both ways",
     "ops.groups.SPARE": "a bit that is never the nearest",
+    "ops.layer_norm.AT_ONCE": "ops/test_layer_norm.py",
     "ops.layer_norm.WIDEST": "ops/test_layer_norm.py",
     "ops.layer_norm.WIDEST_ALONE": "a GPU's; ops/test_layer_norm.py computes both ways",
     "ops.layer_norm_triton.PROGRAMS": "a GPU's; ops/test_layer_norm.py has more rows than programs",

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from subquad.mechanisms import MECHANISMS
 from subquad.models import LanguageModel, Transformer, TransformerConfig, blocks, transformer
-from subquad.models.blocks import FeedForward, mean_pool, shorten
+from subquad.models.blocks import FeedForward, Waiting, mean_pool, settled, shorten
+from subquad.ops.layer_norm import Drop
 
 
 def gradients(model: torch.nn.Module, y: Tensor) -> dict[str, Tensor]:
@@ -276,3 +277,10 @@ def test_order_of_norms(norm: str, position: str) -> None:
     model.norm = torch.nn.Identity()
     torch.testing.assert_close(model(x), h)
     assert isinstance(Transformer(dim=8, heads=2, depth=1, final_norm=False).norm, torch.nn.Identity)
+
+
+def test_a_branch_that_no_kernel_adds_is_dropped_all_the_same() -> None:
+    torch.manual_seed(0)
+    (x,) = settled(Waiting(torch.ones(1000, 64), torch.ones(1000, 64), Drop(0.25, torch.tensor([7]))))
+    assert set(x.unique().tolist()) == {1.0, float(1 + torch.tensor(1 / 0.75))}
+    assert abs(float((x == 1).float().mean()) - 0.25) < 0.01

@@ -56,8 +56,8 @@ def paired(stream: Stream) -> bool:
 def settled(stream: Stream) -> Stream:
     """The stream by itself, as a block takes it too."""
     if isinstance(stream, Waiting):
-        x, added, drop = stream
-        return (x + (added if drop is None else drop.apply(added)),)
+        x, added, drop = stream  # what is dropped need not follow from the seed here, where torch drops faster
+        return (x + (added if drop is None else nn.functional.dropout(added, drop.share)),)
     return (stream.x,) if isinstance(stream, Twice) else stream
 
 

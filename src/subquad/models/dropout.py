@@ -5,10 +5,9 @@ from torch import Tensor, nn
 
 from subquad import ranks
 from subquad.ops.impl import watched
-from subquad.ops.layer_norm import Drop
+from subquad.ops.layer_norm import AT_ONCE, Drop
 from subquad.ops.uniform import uniform
 
-AT_ONCE = 1 << 22  # numbers drawn at once
 NEXT_ROW = 0x9E3779B97F4A7C15 >> 2  # between the seeds of two rows, so that they are far apart
 
 
