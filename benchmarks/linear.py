@@ -173,6 +173,9 @@ def cases() -> list[Case]:
     table += [base | {"causal": True, "t": t, "init": True} for t in (1, 17, 256)]
     table += [base | {"causal": False, "t": 300, "s": 700, "lengths": (700, 123)}]
     table += [base | {"causal": c, "view": True} for c in (True, False)]
+    # so many short sequences that each is one program
+    table += [base | {"causal": True, "b": 40, "t": 200, "h": 8, "k": n, "v": n, "view": True, "dtype": d}
+              for n in (32, 64) for d in ("bfloat16", "float16")]  # fmt: skip
     table += [base | {"causal": True, "b": 1, "h": 1, "t": 1 << 20}]
     table += [base | {"causal": c, "b": 1, "h": 2, "t": 65536, "dtype": d}
               for d in ("bfloat16", "float16", "float32") for c in (True, False)]  # fmt: skip
