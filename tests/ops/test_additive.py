@@ -61,6 +61,14 @@ def test_rows_of_other_lengths_and_a_query_after_a_cache() -> None:
 
 @interpreted
 @pytest.mark.usefixtures("small_tiles")
+def test_queries_see_numbers_of_keys_in_any_order() -> None:
+    torch.manual_seed(3)
+    agree(70, 90, 2, 12, 5, torch.randint(1, 91, (2, 70)))
+    agree(100, 40, 1, 4, 4, torch.randint(1, 41, (2, 100)))
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("size", [8.0, 100.0])
 def test_exponents_that_overflow_are_added_before(size: float) -> None:
     T = 40
