@@ -219,6 +219,7 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.linear.fused.WALKS": "ops/test_linear_triton.py",
     "ops.linear.normalised.NOTHING": "stands for minus infinity",
     "ops.linear.rule_fused.CHUNK": "ops/test_rules_triton.py",
+    "ops.linear.launches_triton.WIDE": "ops/test_linear_triton.py",
     "ops.linear.rule_launches_triton.WIDTH": "ops/test_rules_triton.py",
     "ops.lookup.LARGEST": "a GPU's; ops/test_lookup.py computes both ways",
     "ops.lookup_triton.PROGRAMS": "a GPU's; ops/test_lookup.py has more tokens than programs",

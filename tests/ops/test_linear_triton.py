@@ -410,6 +410,13 @@ def test_unknown_feature_map_is_refused() -> None:
 
 
 @compiled
+@pytest.mark.parametrize("kernel", ["forward", "backward_q", "backward_kv"])
+def test_small_heads_compute_operands_once(kernel: str) -> None:
+    exponentials = [_compiled(kernel, False, 32, once).asm["ptx"].count("ex2.approx") for once in (False, True)]
+    assert exponentials[1] < exponentials[0]
+
+
+@compiled
 @pytest.mark.parametrize(
     ("kernel", "gated"),
     [
@@ -427,6 +434,12 @@ def test_unknown_feature_map_is_refused() -> None:
 )
 def test_compiles_for_hopper(kernel: str, gated: bool) -> None:
     """The real compiler accepts every kernel; registers and shared memory are within a multiprocessor's."""
+    compiled = _compiled(kernel, gated, 64, False)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= 227 * 1024
+
+
+def _compiled(kernel: str, gated: bool, width: int, once: bool) -> Any:
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
@@ -436,16 +449,17 @@ def test_compiles_for_hopper(kernel: str, gated: bool) -> None:
 
     walks = launches_triton.WALKS
     fn = walks[kernel].kernel if kernel in walks else getattr(kernels_triton, kernel)
-    cfg = launches_triton.config(kernel, True, 64, 64, 2)
+    cfg = launches_triton.config(kernel, True, width, width, 2, many=width < 64)
     half = {"q", "k", "v", "o", "do", "dq", "dk", "dv", "x", "y", "kept", "before", "after"}
     numbers = {"eps": "fp32"} | dict.fromkeys(("cu", "owner", "lengths"), "*i32")
     constants = {
-        "K": 64, "V": 64, "C": cfg.chunk, "BK": 64, "BV": 64, "MAP": "elu+1", "CAUSAL": True, "SIGNED": False,
+        "K": width, "V": width, "C": cfg.chunk, "BK": width, "BV": width, "MAP": "elu+1", "CAUSAL": True,
+        "SIGNED": False,
         "NORM": True, "GATED": gated, "PACKED": gated, "LENGTHS": False, "INIT": True, "SPLIT": True, "SAVE": True,
         "FINAL": True, "START": False, "GATE": 1, "DELTA": gated,
         "EVEN": not gated, "REVERSE": gated, "U": 16, "BE": 128, "INPLACE": True,
         "H": 16, "QT": 1024, "KT": 1024, "VT": 1024, "OT": 1024, "XT": 1024, "YT": 1024, "DK": True, "DV": True,
-        "GQ": 3072, "GK": 3072, "GV": 3072, "BACK": kernel == "walk_r", "WITH_Z": True,
+        "GQ": 3072, "GK": 3072, "GV": 3072, "ONCE": once, "BACK": kernel == "walk_r", "WITH_Z": True,
         "DOT": tl.bfloat16, "ACC": tl.float32, "PREC": "ieee",
     }  # fmt: skip
     scalars = {"T", "L", "NS", "H", "SLOTS"}
@@ -462,6 +476,4 @@ def test_compiles_for_hopper(kernel: str, gated: bool) -> None:
             signature[name] = "*bf16" if name in half else "*fp32"
     source = ASTSource(fn=fn, signature=signature, constexprs=constexprs)
     options = {"num_warps": cfg.warps, "num_stages": cfg.stages, "maxnreg": cfg.registers}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert built.asm["cubin"]
-    assert built.metadata.shared <= 227 * 1024
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -31,6 +31,14 @@ from subquad.ops.linear.tiles_triton import head_of, load_column, load_gate, loa
 
 
 @triton.jit
+def once(x, ONCE: tl.constexpr):
+    """x of 16 bits, computed once: of small tiles Triton computes an operand again for each dot that reads it."""
+    if ONCE:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
 def fit(x, DOT: tl.constexpr):
     """x as a dot operand, and what it was divided by: sums outgrow float16, so a tile is scaled to its largest.
 
@@ -236,7 +244,7 @@ def forward(
     EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
     SIGNED: tl.constexpr, SAVE: tl.constexpr,
-    DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
+    ONCE: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """o of one segment. SPLIT: the state before it is in row `slot` of `init`, else in row n (if INIT)."""
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -274,7 +282,7 @@ def forward(
     stop = tl.minimum(start + L, size)
     for t in range(start, stop, C):
         left = real - t
-        qx = features(q, t, left, QT, 0, MAP, K, C, BK, EVEN, ACC).to(DOT)
+        qx = once(features(q, t, left, QT, 0, MAP, K, C, BK, EVEN, ACC).to(DOT), ONCE)
         if SIGNED:
             d = tl.sum(qx.to(ACC) * z[None, :], 1)  # terms cancel, so rounding z is not an option
         else:
@@ -283,7 +291,7 @@ def forward(
         if CAUSAL:
             f = features(k, t, left, KT, 0, MAP, K, C, BK, EVEN, ACC)
             vx = load_rows(v, t, left, VT, v0, V, C, BV, EVEN).to(DOT)
-            kx = f.to(DOT)
+            kx = once(f.to(DOT), ONCE)
             if not GATED:
                 z += tl.sum(f, 0)
             a = tl.dot(qx, tl.trans(kx), input_precision=PREC, out_dtype=ACC)
@@ -338,7 +346,7 @@ def backward_q(
     EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
     SIGNED: tl.constexpr, START: tl.constexpr,
-    DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
+    ONCE: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq and the pull of one segment, and what it adds to R and r.
 
@@ -412,7 +420,7 @@ def backward_q(
         if CAUSAL:
             f = features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC)
             vx = load_rows(v, t, left, VT, 0, V, C, BV, EVEN).to(DOT)
-            kx = f.to(DOT)
+            kx = once(f.to(DOT), ONCE)
             z += tl.sum(f, 0)
             da = tl.dot(dox, tl.trans(vx), input_precision=PREC, out_dtype=ACC)
             if NORM:
@@ -455,7 +463,7 @@ def backward_kv(
     EVEN: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, NORM: tl.constexpr,
     PACKED: tl.constexpr, LENGTHS: tl.constexpr, SPLIT: tl.constexpr, INIT: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, FINAL: tl.constexpr,
-    DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
+    ONCE: tl.constexpr, DOT: tl.constexpr, ACC: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dk (DK) and dv (DV) of one segment, last chunk first, from R and r after it; those before to `fin`."""
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -509,12 +517,13 @@ def backward_kv(
             if NORM:
                 f = f * load_column(inv, t, left, H, C, ACC, 0.0)[:, None]
             fx, fscale = fit(f, DOT)
+            fx = once(fx, ONCE)
             if NORM and DK:
                 p = load_column(pull, t, left, H, C, ACC, 0.0)
                 px, pscale = _rows(p, C, DOT, ACC)
                 rz += tl.sum(f * p[:, None], 0)
             rs += tl.dot(tl.trans(dox), fx, input_precision=PREC, out_dtype=ACC) * fscale
-        kx = features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC).to(DOT)
+        kx = once(features(k, t, left, KT, k0, MAP, K, C, BK, EVEN, ACC).to(DOT), ONCE)
         if DV:
             gv = tl.dot(kx, tl.trans(rx), input_precision=PREC, out_dtype=ACC) * rscale
             if CAUSAL:

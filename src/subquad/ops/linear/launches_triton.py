@@ -25,6 +25,8 @@ class Config(NamedTuple):
     registers: int = 255  # at most, so that more programs share a multiprocessor
 
 
+WIDE = 64  # from this width of keys on, products read their operands from shared memory
+
 # (kernel, causal, K, V, bytes per element) -> what measured best on an H200; other shapes follow `config`. "many":
 # whole sequences, more than two for each multiprocessor
 TUNED: dict[tuple[str, bool, int, int, int], Config] = {
@@ -163,6 +165,7 @@ class Call:
                 "EVEN": whole and not padded and x.cu_seqlens is None, "MAP": spec.feature_map,
                 "CAUSAL": spec.causal, "NORM": spec.normalize, "SIGNED": spec.signed, "GATED": self.gated,
                 "PACKED": x.cu_seqlens is not None, "LENGTHS": padded, **self.rows, **own,
+                "ONCE": not INTERPRETED and x.q.element_size() == 2 and tile_of(self.width_k) < WIDE,
                 "DOT": _DOT[x.q.dtype], "ACC": tl.float64 if x.q.dtype is torch.float64 else tl.float32,
                 "PREC": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
             }  # fmt: skip
