@@ -90,7 +90,7 @@ def merge(source: Path, target: Path, names: tuple[str, ...] | None) -> None:
     whole = load(target, Comparison) if target.exists() else None
     if whole is None:
         results = part
-    elif {_key(row) for row in whole.rows} <= {_key(row) for row in part.rows}:
+    elif {row.key for row in whole.rows} <= {row.key for row in part.rows}:
         results = replace(part, **{name: getattr(whole, name) for name in QUALITY})
         results.settings["task"] = whole.settings["task"]
     else:
@@ -98,10 +98,6 @@ def merge(source: Path, target: Path, names: tuple[str, ...] | None) -> None:
     if whole is not None and part.batches:
         results.batches = with_batches(whole.batches, part.batches)
     save(results, target)
-
-
-def _key(row: Row) -> tuple[str, int, bool]:
-    return row.mechanism, row.length, row.causal
 
 
 def with_batches(old: list[BatchRow] | None, new: list[BatchRow]) -> list[BatchRow]:

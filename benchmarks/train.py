@@ -31,7 +31,7 @@ from subquad.tasks.images import SETS, Images
 from subquad.tasks.text import Text
 from subquad.training.task import Batch, Task
 
-BARS = {"mnist": (5000, 8000), "text": (0.7, 0.5)}
+BARS = {"mnist": (8000, 10000), "text": (0.7, 0.5)}
 Figures = dict[str, Any]
 
 

@@ -202,7 +202,6 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.ctc_triton.PLACES": "ops/test_ctc.py",
     "ops.feed_forward.ROWS": "a GPU's; ops/test_feed_forward.py computes both ways",
     "ops.groups.SPARE": "a bit that is never the nearest",
-    "ops.layer_norm.AT_ONCE": "ops/test_layer_norm.py",
     "ops.layer_norm.WIDEST": "ops/test_layer_norm.py",
     "ops.layer_norm.WIDEST_ALONE": "a GPU's; ops/test_layer_norm.py computes both ways",
     "ops.layer_norm_triton.PROGRAMS": "a GPU's; ops/test_layer_norm.py has more rows than programs",
@@ -249,6 +248,7 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.sparse.split.PIECE": "mechanisms/test_split.py",
     "ops.sparse.triton_path.SPLIT": "ops/sparse/test_triton.py",
     "ops.triangular.ROWS": "ops/test_triangular.py",
+    "ops.uniform.AT_ONCE": "ops/test_layer_norm.py",
     "ops.uniform.MASK": "of the definition",
 }
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from subquad import Transformer
-from subquad.ops import layer_norm as ops_layer_norm
+from subquad.ops import uniform
 from subquad.ops.impl import Impl
 from subquad.ops.layer_norm import Drop, LayerNorm, Norm, add_norm, layer_norm
 from tests.ops.own_process import compiled, interpreted, outside
@@ -97,7 +97,7 @@ def test_it_drops_what_dropout_with_the_same_seed_drops(post: bool, kind: torch.
 def test_dropout_by_a_seed_keeps_its_share_and_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(1000, 64)
     dropped = Drop(0.25, torch.tensor([7])).apply(x)
-    monkeypatch.setattr(ops_layer_norm, "AT_ONCE", 64 * 7)  # in pieces
+    monkeypatch.setattr(uniform, "AT_ONCE", 64 * 7)  # in pieces
     assert torch.equal(Drop(0.25, torch.tensor([7])).apply(x), dropped)
     assert set(dropped.unique().tolist()) == {0.0, float(x[0, 0] / 0.75)}
     assert abs(float((dropped == 0).float().mean()) - 0.25) < 0.01

@@ -73,6 +73,11 @@ class Row:
             raise ValueError(f"length={self.length} cannot work: accepted is an integer of at least 1")
         _check_amounts(self)
 
+    @property
+    def key(self) -> tuple[str, int, bool]:
+        """What no two rows of a comparison share."""
+        return self.mechanism, self.length, self.causal
+
 
 def _check_amounts(record: Spread | Row) -> None:
     for each in fields(record):

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from subquad import ranks
 from subquad.ops.impl import watched
-from subquad.ops.layer_norm import AT_ONCE, Drop
-from subquad.ops.uniform import uniform
+from subquad.ops.layer_norm import Drop
+from subquad.ops.uniform import dropped
 
 NEXT_ROW = 0x9E3779B97F4A7C15 >> 2  # between the seeds of two rows, so that they are far apart
 
@@ -36,14 +36,6 @@ class Dropout(nn.Dropout):
         if seed is None:
             return super().forward(x)
         positions = ranks.positions(x.shape[1], x.device) if positions is None else positions
-        return x.masked_fill(~kept(x, seed, positions, self.p), 0) * (1 / (1 - self.p))
-
-
-def kept(x: Tensor, seed: int, positions: Tensor, share: float) -> Tensor:
-    """Which numbers of x [B, T, D] stay, when a share of them is dropped."""
-    batch, length, width = x.shape
-    rows = (seed + torch.arange(batch, device=x.device) * NEXT_ROW) & (2**62 - 1)
-    seeds, places = rows.repeat_interleave(length), positions.repeat(batch)
-    size = max(1, AT_ONCE // width)
-    parts = [uniform(s, p, width) >= share for s, p in zip(seeds.split(size), places.split(size), strict=True)]
-    return torch.cat(parts).view(x.shape)
+        batch, length, _ = x.shape
+        rows = (seed + torch.arange(batch, device=x.device) * NEXT_ROW) & (2**62 - 1)
+        return dropped(x, rows.repeat_interleave(length), positions.repeat(batch), self.p)

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, shared_memory, tile_of
 
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
 TWICE = tl.constexpr(2.8853900817779268)  # 2·log₂e: exp(2x) = exp2(TWICE·x)
 GROUP = tl.constexpr(4)  # units or positions that share one reciprocal
 ROOM = tl.constexpr(31.0)  # (1 + 2**31)⁴ is finite in float32

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from subquad.ops.impl import Impl, choose, traced, watched
-from subquad.ops.uniform import uniform
+from subquad.ops.uniform import dropped
 
 Norm = Literal["layer", "rms"]
 WIDEST_ALONE = 512  # for wider rows torch's kernels are as fast
 WIDEST = 4096
-AT_ONCE = 1 << 22  # numbers drawn at once for dropout
 
 
 class Drop(NamedTuple):
@@ -27,10 +26,8 @@ class Drop(NamedTuple):
 
     def apply(self, x: Tensor) -> Tensor:
         """x [..., D]"""
-        width = x.shape[-1]
-        parts = torch.arange(x.numel() // width, device=x.device).split(max(1, AT_ONCE // width))
-        kept = [uniform(self.seed.expand(len(rows)), rows, width) >= self.share for rows in parts]
-        return x.masked_fill(~torch.cat(kept).view(x.shape), 0) * (1 / (1 - self.share))
+        rows = torch.arange(x.numel() // x.shape[-1], device=x.device)
+        return dropped(x, self.seed.expand(len(rows)), rows, self.share)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, *, impl: Impl = "auto") -> Tensor:

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from subquad.ops.launch import Plan, blocks_of, launch, multiprocessors, shared_memory, tile_of
 
-LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 SCRATCH = 2**27  # most bytes of scratch, of all programs together
 
@@ -94,6 +93,22 @@ def _limits(first, last, b, S, RANGES: tl.constexpr):
 
 
 @triton.jit
+def _far(qw, r, o0, span, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
+    """(q + w)·r of a tile of queries and the distances from entry o0 on."""
+    o = o0 + tl.arange(0, B)
+    rt = _rows(r, o, (o >= 0) & (o <= span), R, D, BD)
+    return tl.dot(qw, rt.T, input_precision=PRECISION)
+
+
+@triton.jit
+def _turned(now, past, B: tl.constexpr):
+    """Products of B queries with two runs of B distances, `now` with the later one -> those of B queries and B keys."""
+    a = tl.arange(0, B)[:, None]
+    x = tl.arange(0, B)[None, :]
+    return tl.gather(tl.where(x + a < B, now, past), (x - a) & (B - 1), 1)
+
+
+@triton.jit
 def _products(room, qw, r, span, c_lo, c_hi, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
               B: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Writes (q + w)·r of a tile of queries to the scratch, for all keys c_lo .. c_hi - 1 counted from the first that
@@ -102,8 +117,7 @@ def _products(room, qw, r, span, c_lo, c_hi, R: tl.constexpr, W: tl.constexpr, D
     lo = tl.maximum(c_lo - B + 1, 0) // B * B
     hi = tl.minimum(c_hi, span + 1)
     for o0 in tl.range(lo, hi, B):
-        rt = _rows(r, o0 + a, o0 + a <= span, R, D, BD)
-        far = tl.dot(qw, rt.T, input_precision=PRECISION)
+        far = _far(qw, r, o0, span, R, D, BD, B, PRECISION)
         tl.store(room + a[:, None] * (W + 1) + o0 + a[None, :], far.to(room.dtype.element_ty))
     tl.debug_barrier()
 
@@ -255,22 +269,6 @@ def _queries(
         tl.debug_barrier()
     tl.store(sums + program * 2 * BD + d, du)
     tl.store(sums + program * 2 * BD + BD + d, dw)
-
-
-@triton.jit
-def _turned(now, past, B: tl.constexpr):
-    """Products of B queries with two runs of B distances, `now` with the later one -> those of B queries and B keys."""
-    a = tl.arange(0, B)[:, None]
-    x = tl.arange(0, B)[None, :]
-    return tl.gather(tl.where(x + a < B, now, past), (x - a) & (B - 1), 1)
-
-
-@triton.jit
-def _far(qw, r, o0, span, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr):
-    """(q + w)·r of a tile of queries and the distances from entry o0 on."""
-    o = o0 + tl.arange(0, B)
-    rt = _rows(r, o, (o >= 0) & (o <= span), R, D, BD)
-    return tl.dot(qw, rt.T, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=CHANGING)

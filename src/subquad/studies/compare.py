@@ -64,7 +64,7 @@ def compare(
     work = work or _elsewhere
     out.mkdir(parents=True, exist_ok=True)
     results = Comparison(**origin(settings.device), settings=to_json(settings.to_dict()))
-    have = {(row.mechanism, row.length, row.causal) for row in earlier}
+    have = {row.key for row in earlier}
     left = [job for job in plan(settings) if job["kind"] != "row" or _key(job) not in have]
     if work is _elsewhere and torch.device(settings.device).type == "cuda":
         _warm(settings, left, console)
@@ -183,13 +183,13 @@ def joined(parts: Sequence[Comparison]) -> Comparison:
     lacks a length. Ratios stay those to the softmax of the run they come from.
     """
     whole, *others = parts
-    rows = {(row.mechanism, row.length, row.causal): row for row in whole.rows}
+    rows = {row.key: row for row in whole.rows}
     settings, added = dict(whole.settings), list(whole.added or [])
     for part in others:
         for key in ("dim", "heads", "batch", "device", "dtype"):
             if part.settings[key] != settings[key]:
                 raise ValueError(f"{key} is {part.settings[key]} in one part and {settings[key]} in another")
-        rows |= {(row.mechanism, row.length, row.causal): row for row in part.rows}
+        rows |= {row.key: row for row in part.rows}
         names, lengths = growth.names(part.rows), sorted({row.length for row in part.rows})
         about = {"rows": names, "lengths": lengths}
         about |= {"commit": part.commit, "date": part.date, "machine": part.machine}
