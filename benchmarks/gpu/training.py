@@ -133,15 +133,15 @@ def sums(dtype: torch.dtype, rows: int, width: int) -> Verdict:
     return found
 
 
-def table(dtype: torch.dtype, length: int, vocab: int, width: int, placed: bool) -> Verdict:
+def table(dtype: torch.dtype, length: int, vocab: int, width: int, places: str) -> Verdict:
     ids = torch.randint(vocab, (3, length), device=DEVICE)
     ids[0] = vocab - 1  # many of one
 
     def run(t: list[Tensor], impl: Any, exact: bool) -> Tensor:  # noqa: ARG001
-        return lookup(ids, *t, impl=impl)
+        return lookup(ids, *t, beside=places == "beside", impl=impl)
 
-    parts = [draw(vocab, width, dtype=dtype), *([draw(length, width, dtype=dtype)] if placed else [])]
-    return compare(run, parts, [draw(3, length, width, dtype=dtype)])
+    parts = [draw(vocab, width, dtype=dtype), *([draw(length, width, dtype=dtype)] if places else [])]
+    return compare(run, parts, [draw(3, length, 2 * width if places == "beside" else width, dtype=dtype)])
 
 
 def captured(fields: dict[str, Any], updates: int = 20) -> Verdict:
@@ -313,8 +313,8 @@ CHECKS = [
     *(Case("training", linear_layer, (*size, autocast)) for size in LAYERS for autocast in (True, False)),
     *(Case("training", sums, (dtype, *size)) for dtype in (B16, F16, F32) for size in SUMMED),
     *(
-        Case("training", table, (dtype, *size, placed))
-        for dtype, size, placed in itertools.product((B16, F16, F32), TABLES, (True, False))
+        Case("training", table, (dtype, *size, places))
+        for dtype, size, places in itertools.product((B16, F16, F32), TABLES, ("", "added", "beside"))
     ),
     *(
         Case("training", feed_forward, (activation, *size, autocast))

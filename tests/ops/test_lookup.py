@@ -35,6 +35,20 @@ def test_values_and_gradients_are_those_of_the_definition(
 
 
 @interpreted
+def test_places_may_come_beside_the_rows() -> None:
+    torch.manual_seed(0)
+    ids, table = torch.randint(40, (2, 50)), torch.randn(40, 20, requires_grad=True)
+    places = torch.randn(50, 7, requires_grad=True)
+    y = lookup(ids, table, places, beside=True, impl="triton")
+    plain = lookup(ids, table, places, beside=True, impl="torch")
+    assert torch.equal(y, plain)
+    assert torch.equal(y[1], torch.cat((table[ids[1]], places), -1))
+    grad = torch.randn(y.shape)
+    for ours, theirs in zip(*(torch.autograd.grad(x, (table, places), grad) for x in (y, plain)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@interpreted
 def test_only_what_is_asked_for_has_a_gradient() -> None:
     ids, table, places = torch.randint(4, (2, 5)), torch.randn(4, 3), torch.randn(5, 3, requires_grad=True)
     lookup(ids, table, places, impl="triton").sum().backward()

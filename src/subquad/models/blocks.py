@@ -172,9 +172,7 @@ class Residual(nn.Module):
     def _add_norm(
         self, x: Tensor, y: Tensor | None, drop: Drop | None, products: bool = False
     ) -> tuple[Tensor, Tensor]:
-        out = torch.get_autocast_dtype(x.device.type) if products and autocasts(x.device) else None
-        weight, bias, eps, norm = parts_of(self.norm, x.dtype)
-        return add_norm(x, y, weight, bias, eps, norm=norm, post=self.post, out=out, drop=drop)
+        return add_and_norm(self.norm, x, y, drop, post=self.post, products=products)
 
 
 class Tapped(NamedTuple):
@@ -388,6 +386,18 @@ def parts_of(norm: nn.LayerNorm | nn.RMSNorm, dtype: torch.dtype) -> tuple[Tenso
     if isinstance(norm, nn.LayerNorm):
         return norm.weight, norm.bias, norm.eps, "layer"
     return norm.weight, None, torch.finfo(dtype).eps if norm.eps is None else norm.eps, "rms"
+
+
+def add_and_norm(
+    norm: Any, x: Tensor, added: Tensor | None, drop: Drop | None, post: bool = False, products: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`add_norm` with the weights of a module.
+
+    `products`: only products with weights read the norm, so that under autocast it may be of their type.
+    """
+    out = torch.get_autocast_dtype(x.device.type) if products and autocasts(x.device) else None
+    weight, bias, eps, kind = parts_of(norm, x.dtype)
+    return add_norm(x, added, weight, bias, eps, norm=kind, post=post, out=out, drop=drop)
 
 
 def make_norm(config: TransformerConfig) -> nn.LayerNorm | nn.RMSNorm:

@@ -60,7 +60,7 @@ class Embedding(nn.Module):
                 x = F.embedding(ids, self.weight) * self.scale
             else:  # the table is the smaller one to scale; a compiler scales as it looks up
                 first = self._first_places(ids.shape[1], position)
-                x = lookup(ids, self.weight * self.scale, first)
+                x = lookup(ids, self.weight * self.scale, first, beside=self.concat)
         else:
             x = self.frames(clean_frames(inputs, self.frames.weight, lengths, name, lengths_name))
             for convolution in self.convolutions:
@@ -85,12 +85,13 @@ class Embedding(nn.Module):
         return self.dropout(x)
 
     def _first_places(self, size: int, position: Tensor | None) -> Tensor | None:
-        """The vectors [T, D] that tables give to the first positions, if those are the positions of all rows."""
-        grid = self.positions
-        if not isinstance(grid, Grid) or position is not None or ranks.active() is not None:
+        """The vectors [T, ·] of the first positions, if those are the positions of all rows."""
+        places, dtype = self.positions, self.weight.dtype
+        if places is None or position is not None or ranks.active() is not None:
             return None
-        places: Tensor | None = grid(size, self.weight.dtype) if size <= math.prod(grid.shape) else None
-        return places
+        if isinstance(places, Grid):
+            return places(size, dtype) if size <= math.prod(places.shape) else None
+        return places(torch.arange(size, device=self.weight.device), dtype)
 
     def step(self, tokens: Tensor, position: Tensor) -> Tensor:
         """One token per row at the row's own position: [B] -> [B, D]."""

@@ -67,7 +67,7 @@ class LanguageModel(Model):
     def forward(self, tokens: Tensor, lengths: Tensor | None = None, head: bool = True) -> Tensor:
         """Logits [B, T, vocab]; beyond `lengths` those of a zero vector. head=False: what the head reads, [B, T, D]."""
         with ranks.laid_out(length_of(tokens)):
-            y = self.transformer(tokens, lengths, embed=self.embedding)
+            y = self.transformer(tokens, lengths, embed=self.embedding, products=True)
         return self._logits(y) if head else y
 
     def loss(

@@ -13,11 +13,11 @@ from subquad import ranks
 from subquad.checks import INTEGERS, check_count, check_strided, shown
 from subquad.mechanisms.base import Mixer, StateKind, Traits
 from subquad.models import reversible
-from subquad.models.blocks import Block, Stream, Waiting, make_norm, parts_of, settled, shorten
+from subquad.models.blocks import Block, Stream, Waiting, add_and_norm, make_norm, paired, settled, shorten
 from subquad.models.config import TransformerConfig, assemble
 from subquad.models.inputs import batch_size, check_position, check_type, clean_frames, length_of
 from subquad.models.saving import Model
-from subquad.ops.layer_norm import add_norm, fuses
+from subquad.ops.layer_norm import fuses
 from subquad.ops.lengths import check_lengths, shape_of, zero_padding
 from subquad.ops.precision import wide, wide_type
 from subquad.ops.rotary import Turns
@@ -88,10 +88,12 @@ class Transformer(Model):
         memory: Tensor | None = None,
         memory_lengths: Tensor | None = None,
         embed: Embed | None = None,
+        products: bool = False,
     ) -> Tensor:
         """x [B, T, D] -> [B, T', D], where T' = T unless layers pool; zeros beyond `short_lengths(lengths)`.
 
         With `embed`, x is embed(x, lengths); where blocks are computed again in backward, this is too, and not kept.
+        `products`: only products with weights read the result, so that under autocast it may be of their type.
         """
         again = self.recompute is not None and torch.is_grad_enabled() and not self.config.reversible
         if embed is not None and not (again and isinstance(x, Tensor) and x.ndim == 2):  # else it refuses x
@@ -102,10 +104,15 @@ class Transformer(Model):
         self._check_split(memory)
         with ranks.laid_out(length_of(x)):
             if again:
-                return self._run_again(x, lengths, memory, memory_lengths, embed)
-            return self._run(x, lengths, memory, memory_lengths)
+                stream, lengths = self._run_again(x, lengths, memory, memory_lengths, embed)
+            else:
+                stream, lengths = self._run(x, lengths, memory, memory_lengths)
+            return self._close(stream, lengths, products)
 
-    def _run(self, x: Tensor, lengths: Tensor | None, memory: Tensor | None, memory_lengths: Tensor | None) -> Tensor:
+    def _run(
+        self, x: Tensor, lengths: Tensor | None, memory: Tensor | None, memory_lengths: Tensor | None
+    ) -> tuple[Stream, Tensor | None]:
+        """The stream after all blocks, and its lengths."""
         stream = self._open(x)
         if self.config.reversible and torch.is_grad_enabled():
             turns = self._turns(x)
@@ -114,13 +121,13 @@ class Transformer(Model):
                 for block in self._blocks()
                 for parts in block.branches(lengths, memory_lengths, turns.get(block.mixer.turn_width))
             )
-            return self._close(reversible.run(branches, stream, memory), lengths)
+            return reversible.run(branches, stream, memory), lengths
         turns = self._turns(x)
         for block in self._blocks():
             stream = block(stream, lengths, memory, memory_lengths, turns.get(block.mixer.turn_width))
             if block.pool > 1:
                 lengths, turns = shorten(lengths, block.pool), self._turns(stream[0])
-        return self._close(stream, lengths)
+        return stream, lengths
 
     def _run_again(
         self,
@@ -129,7 +136,7 @@ class Transformer(Model):
         memory: Tensor | None,
         memory_lengths: Tensor | None,
         embed: Embed | None,
-    ) -> Tensor:
+    ) -> tuple[Stream, Tensor | None]:
         """`_run`, where blocks are computed again in backward."""
         assert self.recompute is not None
         turns = self._turns(x)
@@ -144,7 +151,7 @@ class Transformer(Model):
                 lengths = shorten(lengths, block.pool)
             if any(block.pool > 1 for block in group):
                 turns = self._turns(x)
-        return self._close((x,), lengths)
+        return (x,), lengths
 
     def _recomputed(
         self,
@@ -326,13 +333,14 @@ class Transformer(Model):
     def _join(self, stream: Stream) -> Tensor:
         return ((stream[0] + stream[1]) / 2).to(self.dtype) if len(stream) == 2 else stream[0]
 
-    def _close(self, stream: Stream, lengths: Tensor | None) -> Tensor:
+    def _close(self, stream: Stream, lengths: Tensor | None, products: bool = False) -> Tensor:
         norm = self.norm
-        if isinstance(stream, Waiting) and not isinstance(norm, nn.Identity) and fuses(stream.x, norm):
-            weight, bias, eps, kind = parts_of(norm, stream.x.dtype)
-            x, added, drop = stream
-            return zero_padding(add_norm(x, added, weight, bias, eps, norm=kind, drop=drop)[1], lengths)
-        return zero_padding(norm(self._join(settled(stream))), lengths)
+        if not paired(stream) and not isinstance(norm, nn.Identity) and fuses(stream[0], norm):
+            x, added, drop = stream if isinstance(stream, Waiting) else (stream[0], None, None)
+            y = add_and_norm(norm, x, added, drop, products=products)[1]
+        else:
+            y = norm(self._join(settled(stream)))
+        return zero_padding(y, lengths)
 
     def _shrink_outputs(self) -> None:
         """Start with small branch outputs, so that the residual does not grow with depth (GPT-2, §2.3).

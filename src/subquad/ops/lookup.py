@@ -1,4 +1,4 @@
-"""Rows of a small table, many times each, with vectors of their places added.
+"""Rows of a small table, many times each, with vectors of their places added or put beside them.
 
 The gradient of the table is a product: torch's sorts the ids, which takes longer.
 """
@@ -15,13 +15,20 @@ from subquad.ops.impl import Impl, choose, traced
 LARGEST = 512  # rows of a table: the work of the product grows with them
 
 
-def lookup(ids: Tensor, table: Tensor, places: Tensor | None = None, *, impl: Impl = "auto") -> Tensor:
-    """ids [..., T] int64, table [V, D], places [T, D], which are added -> [..., T, D]"""
+def lookup(
+    ids: Tensor, table: Tensor, places: Tensor | None = None, *, beside: bool = False, impl: Impl = "auto"
+) -> Tensor:
+    """ids [..., T] int64, table [V, D], places [T, D], which are added -> [..., T, D]
+
+    beside: places [T, E] come after the rows of the table instead -> [..., T, D + E]
+    """
     plain = traced() or (impl == "auto" and not (torch.is_grad_enabled() and table.requires_grad))
     if plain or choose(impl, "lookup", table, _unsupported(ids, table, places)) == "torch":
         x = F.embedding(ids, table)
-        return x if places is None else x + places
-    y: Tensor = _Lookup.apply(ids, table, places)
+        if places is None:
+            return x
+        return torch.cat((x, places.expand(*x.shape[:-1], -1)), -1) if beside else x + places
+    y: Tensor = _Lookup.apply(ids, table, places, table.shape[1] if beside else 0)
     return y
 
 
@@ -37,12 +44,13 @@ def _unsupported(ids: Tensor, table: Tensor, places: Tensor | None) -> str | Non
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor, places: Tensor | None) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, table: Tensor, places: Tensor | None, column: int) -> Tensor:
+        """`column`: the first to which places are added."""
         from subquad.ops import lookup_triton
 
         ctx.save_for_backward(ids)
-        ctx.rows = len(table)
-        return lookup_triton.lookup(ids, table, places)
+        ctx.shape, ctx.column = table.shape, column
+        return lookup_triton.lookup(ids, table, places, column)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -50,9 +58,11 @@ class _Lookup(torch.autograd.Function):
         from subquad.ops import lookup_triton
 
         (ids,) = ctx.saved_tensors
-        _, for_table, for_places = ctx.needs_input_grad
-        grad = grad.contiguous()
-        of_table = lookup_triton.row_sums(ids.flatten(), grad.flatten(0, -2), ctx.rows) if for_table else None
-        length, width = grad.shape[-2:]
-        of_places = column_sums(grad.view(-1, length * width), grad.dtype) if for_places else None
-        return None, of_table, None if of_places is None else of_places.view(length, width)
+        _, for_table, for_places, _ = ctx.needs_input_grad
+        grad, (rows, width) = grad.contiguous(), ctx.shape
+        of_table = lookup_triton.row_sums(ids.flatten(), grad.flatten(0, -2)[:, :width], rows) if for_table else None
+        of_places = None
+        if for_places:
+            each = grad.shape[-2:]
+            of_places = column_sums(grad.view(-1, each.numel()), grad.dtype).view(each)[:, ctx.column :]
+        return None, of_table, of_places, None

@@ -2,8 +2,8 @@
 
 Tensor cores take 16 bits: a float32 is the sum of three numbers in bfloat16, exactly, and so is its product with one.
 
-Legend: R tokens, T of them in a sequence, V rows of the table, D width, BM, BV and BD of a tile, P programs for the
-same part of the table.
+Legend: R tokens, T of them in a sequence, V rows of the table, D width, W that of the result, BM, BV and BD of a tile,
+P programs for the same part of the table.
 """
 
 import torch
@@ -21,18 +21,19 @@ TILE, TILE_WARPS = 2048, 4  # elements of a program of `gather`
 
 
 @triton.jit(debug=True)  # so that it asserts, as torch's lookup does; of products in 64 bits overflow is not asserted
-def gather(ids, table, places, y, R, T, V, D, BM: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr):
-    """y = table[ids], and places of its T tokens added to each sequence."""
+def gather(ids, table, places, y, R, T, V, D, W, AT, BM: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr):
+    """y [R, W] = table[ids], and places of its T tokens added to each sequence, to the columns from AT on."""
     r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     d = tl.program_id(1).to(tl.int64) * BD + tl.arange(0, BD)
-    there = (r < R)[:, None] & (d < D)[None, :]
+    there = (r < R)[:, None] & (d < W)[None, :]
     i = tl.load(ids + r, mask=r < R, other=0)
     tl.device_assert((i >= 0) & (i < V), "a token is not in the table")
-    u = tl.load(table + i[:, None] * D + d[None, :], mask=there, other=0.0)
+    u = tl.load(table + i[:, None] * D + d[None, :], mask=there & (d < D)[None, :], other=0.0)
     if ADD:
-        places_of = tl.load(places + (r.to(tl.int32) % T).to(tl.int64)[:, None] * D + d[None, :], mask=there, other=0.0)
-        u = (u.to(tl.float32) + places_of.to(tl.float32)).to(u.dtype)
-    tl.store(y + r[:, None] * D + d[None, :], u, mask=there)
+        of_place = places + (r.to(tl.int32) % T).to(tl.int64)[:, None] * (W - AT) + (d - AT)[None, :]
+        place = tl.load(of_place, mask=there & (d >= AT)[None, :], other=0.0)
+        u = (u.to(tl.float32) + place.to(tl.float32)).to(u.dtype)
+    tl.store(y + r[:, None] * W + d[None, :], u, mask=there)
 
 
 @triton.jit
@@ -61,16 +62,17 @@ def sum_by_id(
     tl.store(at, total, mask=(v < V)[:, None] & (d < D)[None, :])
 
 
-def lookup(ids: Tensor, table: Tensor, places: Tensor | None) -> Tensor:
-    """ids [..., T], table [V, D], places [T, D] -> [..., T, D]"""
+def lookup(ids: Tensor, table: Tensor, places: Tensor | None, column: int) -> Tensor:
+    """ids [..., T], table [V, D], places [T, W - column] -> [..., T, W], where W = D if they begin at column 0"""
     ids, table = ids.contiguous(), table.contiguous()
     rows, width = table.shape
-    y = table.new_empty((*ids.shape, width))
-    wide = min(256, triton.next_power_of_2(width))
+    whole = width if places is None else column + places.shape[1]
+    y = table.new_empty((*ids.shape, whole))
+    wide = min(256, triton.next_power_of_2(whole))
     tile = TILE // wide
     constants = {"BM": tile, "BD": wide, "ADD": places is not None}
-    grid = blocks_of(ids.numel(), tile), blocks_of(width, wide)
-    numbers = ids.numel(), ids.shape[-1], rows, width
+    grid = blocks_of(ids.numel(), tile), blocks_of(whole, wide)
+    numbers = ids.numel(), ids.shape[-1], rows, width, whole, column
     tensors = ids, table, table if places is None else places.contiguous(), y
     launch(gather, tensors, Plan(grid, numbers, constants, TILE_WARPS))
     return y
