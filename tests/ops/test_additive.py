@@ -22,8 +22,8 @@ from subquad.ops import additive_triton
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles and pieces so small that a short sequence has several."""
-    sizes = {"QUERIES": 16, "KEYS": 32, "UNITS": 16, "POSITIONS": 32, "OTHERS": 16, "ROWS": 32}
-    for name, size in {**sizes, "HELD": 2 * 32 * 64}.items():
+    sizes = {"QUERIES": 16, "KEYS": 32, "UNITS": 16, "POSITIONS": 16, "OTHERS": 16, "ROWS": 32}
+    for name, size in {**sizes, "TILES": 2, "HELD": 2**14}.items():
         monkeypatch.setattr(additive_triton, name, size)
 
 
@@ -65,6 +65,18 @@ def test_queries_see_numbers_of_keys_in_any_order() -> None:
     torch.manual_seed(3)
     agree(70, 90, 2, 12, 5, torch.randint(1, 91, (2, 70)))
     agree(100, 40, 1, 4, 4, torch.randint(1, 41, (2, 100)))
+
+
+@interpreted
+@pytest.mark.usefixtures("small_tiles")
+def test_nothing_is_read_that_was_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("empty", "empty_like"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *size, real=real, **how: real(*size, **how).fill_(torch.nan))
+    torch.manual_seed(4)
+    agree(70, 70, 1, 4, 4, torch.arange(1, 71).expand(1, 70))
+    agree(70, 90, 2, 4, 4, torch.randint(1, 80, (2, 70)))
+    agree(70, 90, 1, 4, 4, torch.arange(80, 10, -1).expand(1, 70))
 
 
 @interpreted
@@ -114,9 +126,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 KINDS = {
-    **dict.fromkeys(("q", "k", "v", "o", "do", "x", "y", "ds", "by_query", "by_key"), "*bf16"),
-    **dict.fromkeys(("lse", "delta", "score", "eq", "ek", "ex", "ey", "dv", "dx", "dscore"), "*fp32"),
-    **dict.fromkeys(("large_q", "large_k", "large_x", "large_y", "largest"), "*fp32"),
+    **dict.fromkeys(("q", "k", "v", "o", "do", "parts"), "*bf16"),
+    **dict.fromkeys(("lse", "delta", "score", "eq", "ek", "large_q", "large_k"), "*fp32"),
+    **dict.fromkeys(("ds", "dq", "dk", "dv", "shares"), "*fp32"),
     "counts": "*i32",
     "zero": "fp32",
 }
@@ -124,11 +136,11 @@ KINDS = {
 
 @compiled
 @pytest.mark.parametrize("V", [64, 256])
-@pytest.mark.parametrize("name", ["forward", "pairs", "keys", "queries"])
-def test_compiles_for_hopper_and_four_units_share_a_reciprocal(name: str, V: int) -> None:
-    kernel, x = getattr(additive_triton, f"_{name}", additive_triton._units), torch.empty(1, 1, 1, V, device="meta")
+@pytest.mark.parametrize("name", ["forward", "pairs", "units", "queries"])
+def test_compiles_for_hopper_and_elements_share_a_reciprocal(name: str, V: int) -> None:
+    kernel, x = getattr(additive_triton, f"_{name}"), torch.empty(1, 1, 1, V, device="meta")
     warps, stages, registers = additive_triton.Call(x, x, x, x, x).launches(name)
-    constants: dict[str, Any] = {"KEYS": name == "keys", "BX": 64, "ROWS": 256, "BU": 64, "BP": 32}
+    constants: dict[str, Any] = {"BX": 16, "ROWS": 256, "BU": 64, "BP": 16, "BQ": 8, "BT": 16}
     constants |= {"H": 8, "V": V, "BV": V, "BM": 64, "BN": 64, "FAST": True, "PRECISION": "tf32"}
     names = [p.name for p in kernel.params]
     constants = {n: value for n, value in constants.items() if n in names}
@@ -143,4 +155,5 @@ def test_compiles_for_hopper_and_four_units_share_a_reciprocal(name: str, V: int
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     binary = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert binary.metadata.shared <= additive_triton.SHARED
-    assert binary.asm["ptx"].count("rcp.approx.ftz.f32") == 64 * 64 // (32 * warps)
+    reciprocals = {"forward": 64 * 64, "pairs": 64 * 64, "units": 2 * 16 * 64, "queries": 0}  # of a round
+    assert binary.asm["ptx"].count("rcp.approx.ftz.f32") == reciprocals[name] // (32 * warps)

@@ -6,9 +6,9 @@ y = 1 / (1 + E). Four units share one reciprocal: 1/x₁ = x₂x₃x₄/(x₁x�
 ignores it. Where the product might overflow, x is computed from a + b. Four at a time are also read from memory, some
 rounds before they are needed.
 
-The backward goes through some queries at a time. It keeps the gradients of their scores, and sums over units from
-them, once for the queries and once for the keys: a program holds a tile of [units, positions] and adds up what each of
-the other positions gives, so no sum crosses threads.
+The backward goes through some queries at a time, and keeps the gradients of their scores. A program of one warp then
+computes the units for a few keys and each of these queries: it sums over queries itself, and writes its sums over keys,
+which are added up afterwards. No sum crosses threads, and two queries share one reciprocal.
 
 Legend: T queries, S keys, U hidden units, V value width, N = B·H sequences, E [N, T, U] or [N, S, U] powers.
 """
@@ -24,24 +24,25 @@ from torch import Tensor
 from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, shared_memory, tile_of
 
 TWICE = tl.constexpr(2.8853900817779268)  # 2·log₂e: exp(2x) = exp2(TWICE·x)
-GROUP = tl.constexpr(4)  # units or positions that share one reciprocal
+GROUP = tl.constexpr(4)  # units that share one reciprocal, and queries of a round of `_units`
 ROOM = tl.constexpr(31.0)  # (1 + 2**31)⁴ is finite in float32
 LARGEST = tl.constexpr(126.0)  # exponent that is not cut off
 STAGES = tl.constexpr(3)  # rounds of a loop that are read ahead, and the one that is computed
 FAST = not INTERPRETED  # the interpreter has no assembly
 QUERIES = KEYS = 64  # of a tile of scores
-UNITS, POSITIONS = 64, 64  # of a tile of units
-OTHERS = 32  # positions whose largest exponent is known
-ROWS = 256  # queries of one piece of the backward, and keys that a program adds up for the gradient of queries
-HELD = 2**25  # gradients of scores in memory at once
+UNITS, POSITIONS = 64, 16  # of a tile of units: more keys would need more registers than a thread has
+ADDED, TILES = 8, 16  # queries whose sums one program adds up, and of how many tiles of keys at a time
+OTHERS = 16  # positions whose largest exponent is known, no more than POSITIONS
+ROWS = 256  # queries of one piece of the backward
+HELD = 2**26  # sums over keys in memory at once
 # warps, stages, registers: with fewer registers than the compiler would take, more programs hide each other's waits
-LAUNCHES = {"forward": (4, 1, 168), "pairs": (8, 1, 128), "keys": (4, 1, 168), "queries": (4, 1, 168)}
+LAUNCHES = {"forward": (4, 1, 168), "pairs": (8, 1, 128), "units": (1, 1, 128), "queries": (2, 1, 255)}
 NARROW = 64  # wider values leave no registers to save
 SHARED = 98304  # bytes of shared memory that tiles of wide values take
 
 # Arguments that change with the length. Triton must not compile another kernel if one is 1 or a multiple of 16; the
 # others, such as wide_q, are always multiples.
-CHANGING = ["T", "S", "size", "others", "U", "tiles", "slice0", "turn", "pieces", "apart"]
+CHANGING = ["T", "S", "size", "U", "tiles", "slice0", "turn", "pieces", "apart"]
 
 
 @triton.jit
@@ -55,11 +56,9 @@ def _inverse(x, FAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=CHANGING)
 def _powers(
-    x, by_position, by_unit, largest, batch, stride, head, size, wide, U, BOTH: tl.constexpr, H: tl.constexpr,
-    BU: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """exp(2x) of a tile of positions, [positions, units] and with BOTH also [units, positions]; and the largest
-    |exponent| among them, in base 2."""
+    x, powers, largest, batch, stride, head, size, wide, U, H: tl.constexpr, BU: tl.constexpr, BP: tl.constexpr
+):
+    """exp(2x) of a tile of positions, and the largest |exponent| among them, in base 2."""
     tile = tl.program_id(0)
     n = tl.program_id(1)
     x += (n // H).to(tl.int64) * batch + n % H * head
@@ -72,9 +71,7 @@ def _powers(
         e = tl.load(x + p.to(tl.int64)[:, None] * stride + u[None, :], mask=ok, other=0.0).to(tl.float32) * TWICE
         top = tl.maximum(top, tl.max(tl.abs(e), 1))
         e = tl.exp2(tl.minimum(tl.maximum(e, -LARGEST), LARGEST))
-        tl.store(by_position + (n.to(tl.int64) * wide + p)[:, None] * room + u[None, :], e)
-        if BOTH:
-            tl.store(by_unit + (n.to(tl.int64) * room + u)[None, :] * wide + p[:, None], e)
+        tl.store(powers + (n.to(tl.int64) * wide + p)[:, None] * room + u[None, :], e)
     tl.store(largest + n * (wide // BP) + tile, tl.max(top, 0))
 
 
@@ -109,8 +106,8 @@ def _scores(
             s += tl.load(score + u) / (1.0 + tl.exp2(tl.minimum(x, LARGEST)))
     else:
         for u in tl.range(0, U, GROUP, num_stages=STAGES):
-            w = score + u
             four = u + tl.arange(0, GROUP)
+            w0, w1, w2, w3 = _four(tl.load(score + four)[None, :], 1)
             a0, a1, a2, a3 = _four(tl.load(eq + i[:, None] * room + four[None, :]), BM)
             b0, b1, b2, b3 = _four(tl.load(ek + j[:, None] * room + four[None, :]), BN)
             x0 = a0[:, None] * b0[None, :] + 1.0
@@ -119,8 +116,8 @@ def _scores(
             x3 = a3[:, None] * b3[None, :] + 1.0
             x = x0 * x1
             y = x2 * x3
-            a = tl.load(w) * x1 + tl.load(w + 1) * x0
-            b = tl.load(w + 2) * x3 + tl.load(w + 3) * x2
+            a = w0[:, None] * x1 + w1[:, None] * x0
+            b = w2[:, None] * x3 + w3[:, None] * x2
             s += (a * y + b * x) * _inverse(x * y, FAST)
     return s
 
@@ -189,18 +186,24 @@ def _first_row(n, turn, pieces, apart, ROWS: tl.constexpr):
     return (turn + n * apart) % pieces * ROWS
 
 
+@triton.jit
+def _first_seeing(counts, key, row0, T, ROWS: tl.constexpr):
+    """How many of the queries row0 .. row0 + ROWS - 1 come before the first that sees this key."""
+    row = tl.arange(0, ROWS)
+    count = tl.load(counts + row0 + row, mask=row0 + row < T, other=0)
+    return tl.min(tl.where(count > key, row, ROWS), 0)
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def _pairs(
-    q, k, v, do, counts, score, eq, ek, large_q, large_k, lse, delta, dv, by_query, by_key,
+    q, k, v, do, counts, score, eq, ek, large_q, large_k, lse, delta, dv, ds,
     q_batch, q_stride, q_head, k_batch, k_stride, k_head, v_batch, v_stride, v_head, do_batch, do_stride, do_head,
     T, S, U, tiles, wide_q, wide_k, turn, pieces, apart, slice0, zero,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    ROWS: tl.constexpr, BP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    BX: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the scores of the queries row0 .. row0 + ROWS - 1 and a tile of keys, written in both orders.
-
-    by_query [slices, ROWS, wide_k], by_key [slices, wide_k, ROWS]. Adds to dv [N, S, V] what these queries give.
-    """
+    """Gradients of the scores of the queries row0 .. row0 + ROWS - 1 and a tile of keys, ds [slices, ROWS, wide_k],
+    from the first query on that sees one of the keys. Adds to dv [N, S, V] what these queries give."""
     j0 = tl.program_id(0) % tiles * BN
     own = tl.program_id(0) // tiles
     n = slice0 + own
@@ -213,21 +216,21 @@ def _pairs(
     q += b * q_batch + h * q_head
     k += b * k_batch + h * k_head
     do += b * do_batch + h * do_head
-    by_query += own.to(tl.int64) * ROWS * wide_k
-    by_key += own.to(tl.int64) * ROWS * wide_k
+    counts += b * T
     row0 = _first_row(n, turn, pieces, apart, ROWS)
+    ds += own.to(tl.int64) * ROWS * wide_k
     j = j0 + tl.arange(0, BN)
     top_k = _largest(large_k, n, wide_k, j0, BN, BP)
     vt = _rows(v + b * v_batch + h * v_head, j, j < S, v_stride, V, BV)
     grad = tl.zeros([BN, BV], tl.float32)
-    for i0 in tl.range(row0, row0 + ROWS, BM):
+    begin = _first_seeing(counts, j0 // BX * BX, row0, T, ROWS) // BM * BM  # `_units` reads from here on
+    for row in tl.range(begin, ROWS, BM):
+        i0 = row0 + row
         i = i0 + tl.arange(0, BM)
-        count = tl.load(counts + b * T + i, mask=i < T, other=0).to(tl.int32)
-        by_query_tile = by_query + (i - row0).to(tl.int64)[:, None] * wide_k + j[None, :]
-        by_key_tile = by_key + j.to(tl.int64)[:, None] * ROWS + (i - row0)[None, :]
-        if tl.max(count, 0) <= j0:  # `_units` reads larger tiles, of which others may be seen
-            tl.store(by_query_tile, tl.zeros([BM, BN], by_query.dtype.element_ty))
-            tl.store(by_key_tile, tl.zeros([BN, BM], by_key.dtype.element_ty))
+        count = tl.load(counts + i, mask=i < T, other=0).to(tl.int32)
+        place = ds + (row + tl.arange(0, BM))[:, None] * wide_k + j[None, :]
+        if tl.max(count, 0) <= j0:
+            tl.store(place, tl.zeros([BM, BN], tl.float32))
         else:
             big = top_k + _largest(large_q, n, wide_q, i0, BM, BP) > ROOM
             s = _scores(eq, ek, q, k, score, i, j, T, S, U, room, q_stride, k_stride, zero, big, BM, BN, FAST)
@@ -236,126 +239,121 @@ def _pairs(
             dot = _rows(do, i, i < T, do_stride, V, BV)
             grad = tl.dot(tl.trans(p.to(dot.dtype)), dot, grad, input_precision=PRECISION)
             dp = tl.dot(dot, vt.T, input_precision=PRECISION)
-            ds = p * (dp - tl.load(delta + n.to(tl.int64) * T + i, mask=i < T, other=0.0)[:, None])
-            ds = ds.to(by_query.dtype.element_ty)
-            tl.store(by_query_tile, ds)
-            tl.store(by_key_tile, tl.trans(ds))
+            tl.store(place, p * (dp - tl.load(delta + n.to(tl.int64) * T + i, mask=i < T, other=0.0)[:, None]))
     d = tl.arange(0, BV)
     place = dv + (n.to(tl.int64) * S + j)[:, None] * V + d[None, :]
     ok = (j < S)[:, None] & (d < V)[None, :]
     tl.store(place, tl.load(place, mask=ok, other=0.0) + grad, mask=ok)
 
 
+@triton.jit
+def _two_queries(a, b0, b1, d0, d1, acc, first, FAST: tl.constexpr):
+    """Adds to acc [keys, units] and first [units]; returns also the sums over keys. Two queries share a reciprocal."""
+    x0 = a * b0[None, :] + 1.0
+    x1 = a * b1[None, :] + 1.0
+    r = _inverse(x0 * x1, FAST)
+    t0 = x1 * r - 0.5  # -tanh/2
+    t1 = x0 * r - 0.5
+    g0 = d0[:, None] * (0.25 - t0 * t0)
+    g1 = d1[:, None] * (0.25 - t1 * t1)
+    first += tl.sum(d0[:, None] * t0, 0)
+    first += tl.sum(d1[:, None] * t1, 0)
+    return acc + g0 + g1, first, tl.sum(g0, 0), tl.sum(g1, 0)
+
+
 @triton.jit(do_not_specialize=CHANGING)
 def _units(
-    x, y, counts, ex, ey, large_x, large_y, ds, dx, dscore,
-    x_batch, x_stride, x_head, y_batch, y_stride, y_head,
-    T, S, size, others, U, tiles, wide_q, wide_k, turn, pieces, apart, slice0,
-    KEYS: tl.constexpr, H: tl.constexpr, BU: tl.constexpr, BX: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr,
+    q, k, counts, eq, ek, large_q, large_k, ds, dk, parts, shares,
+    q_batch, q_stride, q_head, k_batch, k_stride, k_head,
+    T, S, U, tiles, wide_q, wide_k, turn, pieces, apart, slice0,
+    H: tl.constexpr, BU: tl.constexpr, BX: tl.constexpr, BQ: tl.constexpr, ROWS: tl.constexpr, BP: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Σ ds·(1 - tanh²) over positions y, for a tile of units and positions x.
+    """Σ ds·(1 - tanh²)/4 for a tile of keys and units and the queries row0 .. row0 + ROWS - 1.
 
-    With KEYS, x are keys and y the queries row0 .. row0 + ROWS - 1: adds to dx [N, units, wide_k]. Otherwise x are
-    these queries and y as many keys: writes dx [pieces, slices, units, ROWS], and Σ ds·tanh to `dscore`
-    [pieces, slices, tiles, units]. ex [N, units, wide], ey [N, wide, units].
+    Adds the sums over queries to dk [N, wide_k, units]. Writes the sums over keys to parts [slices, groups of units,
+    tiles, ROWS, BU], from the first BQ queries on of which one sees one of the keys, and Σ ds·tanh to shares [slices,
+    groups, tiles, BU].
     """
     groups = tl.cdiv(U, BU)
-    u0 = tl.program_id(0) % groups * BU
-    tile = tl.program_id(0) // groups % tiles
-    own = tl.program_id(0) // groups // tiles
+    room = groups * BU
+    tile = tl.program_id(0) % tiles
+    u0 = tl.program_id(0) // tiles % groups * BU
+    own = tl.program_id(0) // tiles // groups
     n = slice0 + own
     b = (n // H).to(tl.int64)
     h = n % H
-    x += b * x_batch + h * x_head
-    y += b * y_batch + h * y_head
-    counts += b * T
-    line = tl.arange(0, BU)
-    u = u0 + line
     p0 = tile * BX
-    wide_x = wide_k
-    wide_y = wide_q
-    step = wide_k
     row0 = _first_row(n, turn, pieces, apart, ROWS)
-    begin = row0
-    i = row0 + tl.arange(0, ROWS)
-    if KEYS:  # from the first query that sees a key of this tile
-        seen = tl.load(counts + i, mask=i < T, other=0) > p0
-        end = tl.minimum(row0 + ROWS, T)
-        lo = tl.min(tl.where(seen, i, end), 0) // GROUP * GROUP
-        ds -= row0 * wide_k
-    else:  # to the last key that a query of this tile sees
-        p0 += row0
-        wide_x = wide_q
-        wide_y = wide_k
-        step = ROWS
-        begin = tl.program_id(1) * ROWS
-        lo = begin
-        q = p0 + tl.arange(0, BX)
-        end = tl.minimum(begin + ROWS, tl.max(tl.load(counts + q, mask=q < T, other=0), 0).to(tl.int32))
-        ds -= row0
-    p = p0 + tl.arange(0, BX)
-    ex += (n.to(tl.int64) * groups * BU + u0) * wide_x
-    ey += (n.to(tl.int64) * groups * BU + u0) * wide_y
-    ds += own.to(tl.int64) * ROWS * wide_k + p
-    a = tl.load(ex + line[:, None] * wide_x + p[None, :])
-    acc = tl.zeros([BU, BX], tl.float32)
-    first = tl.zeros([BU, BX // 4], tl.float32)  # summed over neighbours, whom a thread holds, to save registers
-    total = tl.zeros([BX], tl.float32)
-    big = _largest(large_x, n, wide_x, p0, BX, BP) + _largest(large_y, n, wide_y, begin, ROWS, BP) > ROOM
+    begin = _first_seeing(counts + b * T, p0, row0, T, ROWS) // BQ * BQ
+    end = tl.minimum(ROWS, tl.cdiv(T - row0, BQ) * BQ)
+    line = tl.arange(0, BU)
+    keys = tl.arange(0, BX)
+    u = u0 + line
+    q += b * q_batch + h * q_head + row0.to(tl.int64) * q_stride + u
+    k += b * k_batch + h * k_head + p0.to(tl.int64) * k_stride + u
+    eq += (n.to(tl.int64) * wide_q + row0) * room + u0
+    ds += own.to(tl.int64) * ROWS * wide_k + p0
+    parts += tl.program_id(0).to(tl.int64) * ROWS * BU + line
+    # Triton gives a thread as many units as it takes for neighbours: NEAR spreads them over all threads, so that each
+    # has all keys of its units and sums over keys alone
+    NEAR: tl.constexpr = (BU + 31) // 32
+    near = tl.max_contiguous(tl.multiple_of(u, NEAR), NEAR)
+    at_keys = (n.to(tl.int64) * wide_k + p0 + keys)[:, None] * room + near[None, :]
+    a = tl.load(ek + at_keys)
+    acc = tl.zeros([BX, BU], tl.float32)
+    first = tl.zeros([BU], tl.float32)
+    big = _largest(large_k, n, wide_k, p0, BX, BP) + _largest(large_q, n, wide_q, row0, ROWS, BP) > ROOM
     if big:
         # row by row: a load of the whole tile would have another layout, and change that of the faster branch
-        raw = tl.zeros([BU, BX], tl.float32)
-        for unit in tl.range(u0, tl.minimum(u0 + BU, U)):
-            row = tl.load(x + p.to(tl.int64) * x_stride + unit, mask=p < size, other=0.0).to(tl.float32)
-            raw = tl.where((u == unit)[:, None], row[None, :], raw)
-        for at in tl.range(lo, end):
-            d0 = tl.load(ds + at * step).to(tl.float32)
-            other = tl.load(y + at * y_stride + u, mask=(u < U) & (at < others), other=0.0).to(tl.float32)
-            t0 = 1.0 / (1.0 + tl.exp2(tl.minimum((raw + other[:, None]) * TWICE, LARGEST))) - 0.5
-            w0 = d0[None, :] * t0
-            acc += w0 * t0
-            total += d0
-            if not KEYS:
-                first += tl.sum(tl.reshape(w0, [BU, BX // 4, 4]), 2)
+        for key in tl.range(0, tl.minimum(BX, S - p0)):
+            raw = tl.load(k + key * k_stride, mask=u < U, other=0.0).to(tl.float32)
+            a = tl.where((keys == key)[:, None], raw[None, :], a)
+        for at in tl.range(begin, end):
+            d = tl.load(ds + at * wide_k + keys)
+            raw = tl.load(q + at * q_stride, mask=(u < U) & (row0 + at < T), other=0.0).to(tl.float32)
+            t = 1.0 / (1.0 + tl.exp2(tl.minimum((a + raw[None, :]) * TWICE, LARGEST))) - 0.5
+            g = d[:, None] * (0.25 - t * t)
+            acc += g
+            first += tl.sum(d[:, None] * t, 0)
+            tl.store(parts + at * BU, tl.sum(g, 0).to(parts.dtype.element_ty))
     else:
-        for at in tl.range(lo, end, GROUP, num_stages=STAGES):
-            four = at + tl.arange(0, GROUP)
-            d0, d1, d2, d3 = _four(tl.load(ds[:, None] + four[None, :] * step).to(tl.float32), BX)
-            b0, b1, b2, b3 = _four(tl.load(ey + (line * wide_y)[:, None] + four[None, :]), BU)
-            x0 = a * b0[:, None] + 1.0
-            x1 = a * b1[:, None] + 1.0
-            x2 = a * b2[:, None] + 1.0
-            x3 = a * b3[:, None] + 1.0
-            low = x0 * x1
-            high = x2 * x3
-            r = _inverse(low * high, FAST)
-            high *= r  # 1/(x0·x1)
-            low *= r
-            t0 = x1 * high - 0.5  # -tanh/2
-            t1 = x0 * high - 0.5
-            t2 = x3 * low - 0.5
-            t3 = x2 * low - 0.5
-            w0 = d0[None, :] * t0
-            w1 = d1[None, :] * t1
-            w2 = d2[None, :] * t2
-            w3 = d3[None, :] * t3
-            acc += w0 * t0
-            acc += w1 * t1
-            acc += w2 * t2
-            acc += w3 * t3
-            total += (d0 + d1) + (d2 + d3)
-            if not KEYS:
-                first += tl.sum(tl.reshape((w0 + w1) + (w2 + w3), [BU, BX // 4, 4]), 2)
-    grad = total[None, :] - 4.0 * acc
-    if KEYS:
-        place = dx + (n.to(tl.int64) * groups * BU + u)[:, None] * wide_k + p[None, :]
-        tl.store(place, tl.load(place) + grad)
-    else:
-        slices = tl.num_programs(0) // groups // tiles
-        which = tl.program_id(1).to(tl.int64) * slices + own
-        tl.store(dx + (which * groups * BU + u)[:, None] * ROWS + (p - row0)[None, :], grad)
-        tl.store(dscore + (which * tiles + tile) * groups * BU + u, -2.0 * tl.sum(first, 1))
+        for at in tl.range(begin, end, GROUP, num_stages=STAGES):
+            four = (at + tl.arange(0, GROUP))[:, None]
+            d0, d1, d2, d3 = _four(tl.trans(tl.load(ds + four * wide_k + keys[None, :])), BX)
+            b0, b1, b2, b3 = _four(tl.trans(tl.load(eq + four * room + line[None, :])), BU)
+            acc, first, g0, g1 = _two_queries(a, b0, b1, d0, d1, acc, first, FAST)
+            tl.store(parts + at * BU, g0.to(parts.dtype.element_ty))
+            tl.store(parts + (at + 1) * BU, g1.to(parts.dtype.element_ty))
+            acc, first, g2, g3 = _two_queries(a, b2, b3, d2, d3, acc, first, FAST)
+            tl.store(parts + (at + 2) * BU, g2.to(parts.dtype.element_ty))
+            tl.store(parts + (at + 3) * BU, g3.to(parts.dtype.element_ty))
+    tl.store(dk + at_keys, tl.load(dk + at_keys) + acc)
+    tl.store(shares + tl.program_id(0).to(tl.int64) * BU + line, -2.0 * first)
+
+
+@triton.jit(do_not_specialize=CHANGING)
+def _queries(
+    parts, counts, dq, T, tiles, wide_q, turn, pieces, apart, slice0,
+    H: tl.constexpr, BU: tl.constexpr, BX: tl.constexpr, BQ: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Adds up the sums over the tiles of keys that some queries see: dq [N, wide_q, units]."""
+    own = tl.program_id(1)
+    group = tl.program_id(2)
+    groups = tl.num_programs(2)
+    n = slice0 + own
+    row = tl.program_id(0) * BQ
+    i0 = _first_row(n, turn, pieces, apart, ROWS) + row
+    i = i0 + tl.arange(0, BQ)
+    count = tl.max(tl.load(counts + (n // H).to(tl.int64) * T + i, mask=i < T, other=0), 0)
+    at = tl.arange(0, BQ * BU)
+    parts += ((own * groups + group).to(tl.int64) * tiles * ROWS + row) * BU + at
+    acc = tl.zeros([BQ * BU], tl.float32)
+    for tile0 in tl.range(0, tl.cdiv(count, BX), BT):
+        tile = (tile0 + tl.arange(0, BT)).to(tl.int64)[:, None]
+        part = tl.load(parts[None, :] + tile * ROWS * BU, mask=tile * BX < count, other=0.0)
+        acc += tl.sum(part.to(tl.float32), 0)
+    tl.store(dq + ((n.to(tl.int64) * wide_q + i0 + at // BU) * groups + group) * BU + at % BU, acc)
 
 
 @triton.jit(do_not_specialize=CHANGING)
@@ -376,8 +374,7 @@ class Powers(NamedTuple):
     """What the units read of q or k."""
 
     x: Tensor  # [B, T, H, U], q or k itself, for exponents that are too large
-    by_position: Tensor  # [N, wide, units], exp(2x)
-    by_unit: Tensor  # [N, units, wide], the same, for the backward
+    powers: Tensor  # [N, wide, units], exp(2x)
     largest: Tensor  # [N, wide / OTHERS], the largest exponent of some positions
     wide: int  # a multiple of the rows of every tile
 
@@ -410,8 +407,8 @@ class Call(NamedTuple):
         warps, stages, registers = LAUNCHES[kernel]
         return warps, stages, registers if self.v.shape[3] <= NARROW else 255
 
-    def powers(self, both: bool) -> tuple[Powers, Powers]:
-        return _power(self.q, both), _power(self.k, both)
+    def powers(self) -> tuple[Powers, Powers]:
+        return _power(self.q), _power(self.k)
 
     def weights(self) -> Tensor:
         """What the kernels multiply 1/(1 + E) by, [H, units]: in base 2, and 0 for units that do not exist."""
@@ -419,16 +416,14 @@ class Call(NamedTuple):
         return F.pad(score, (0, blocks_of(score.shape[1], UNITS) * UNITS - score.shape[1])).contiguous()
 
 
-def _power(x: Tensor, both: bool) -> Powers:
+def _power(x: Tensor) -> Powers:
     B, size, H, U = x.shape
-    wide, units = blocks_of(size, ROWS) * ROWS, blocks_of(U, UNITS) * UNITS
-    by_position = torch.empty(B * H, wide, units, device=x.device)
-    by_unit = torch.empty(B * H, units, wide, device=x.device) if both else by_position
+    wide = blocks_of(size, ROWS) * ROWS
+    powers = torch.empty(B * H, wide, blocks_of(U, UNITS) * UNITS, device=x.device)
     largest = torch.empty(B * H, wide // OTHERS, device=x.device)
-    constants = {"BOTH": both, "H": H, "BU": UNITS, "BP": OTHERS}
-    plan = Plan((wide // OTHERS, B * H), (*x.stride()[:3], size, wide, U), constants)
-    launch(_powers, (x, by_position, by_unit, largest), plan)
-    return Powers(x, by_position, by_unit, largest, wide)
+    numbers = (*x.stride()[:3], size, wide, U)
+    launch(_powers, (x, powers, largest), Plan((wide // OTHERS, B * H), numbers, {"H": H, "BU": UNITS, "BP": OTHERS}))
+    return Powers(x, powers, largest, wide)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -441,7 +436,7 @@ def forward(x: Call) -> tuple[Tensor, Tensor]:
     (B, T, H, U), S = q.shape, k.shape[1]
     o = torch.empty(B, T, H, v.shape[3], device=q.device, dtype=v.dtype)
     lse = torch.empty(B * H, T, device=q.device)
-    (_, eq, _, large_q, wide_q), (_, ek, _, large_k, wide_k) = x.powers(False)
+    (_, eq, large_q, wide_q), (_, ek, large_k, wide_k) = x.powers()
     tiles = blocks_of(T, x.tile["BM"])
     numbers = (*_strides(q, k, v), T, S, U, tiles, wide_q, wide_k, 0.0)
     plan = Plan((tiles * B * H,), numbers, x.constants, *x.launches("forward"))
@@ -456,31 +451,32 @@ def backward(x: Call, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, Tenso
     delta = torch.empty_like(lse)
     few = {name: constants[name] for name in ("H", "V", "BV", "BM")}
     launch(_delta, (o, do, delta), Plan((blocks_of(T, x.tile["BM"]), N), (*_strides(do), T), few))
-    queries, keys = x.powers(True)
+    queries, keys = x.powers()
     piece = Piece(x, queries, keys, do, lse, delta, x.weights())
-    dq, dk = torch.empty_like(queries.by_unit), torch.zeros_like(keys.by_unit)
+    dq, dk = torch.empty_like(queries.powers), torch.zeros_like(keys.powers)
     dv = torch.zeros(N, S, V, device=device)
-    pieces, dscore = piece.pieces, torch.zeros(dq.shape[:2], device=device)
-    dq_in_pieces = dq.unflatten(2, (pieces, ROWS))
-    slices = max(1, min(N, HELD // (ROWS * keys.wide)))
-    held = [torch.empty(slices * ROWS * keys.wide, device=device, dtype=x.v.dtype) for _ in range(2)]
+    groups, tiles = blocks_of(U, UNITS), blocks_of(S, POSITIONS)
+    dscore = torch.zeros(N, groups, UNITS, device=device)
+    slices = max(1, min(N, HELD // (groups * tiles * ROWS * UNITS)))
+    ds = torch.empty(slices, ROWS, keys.wide, device=device)
+    parts = torch.empty(slices, groups, tiles, ROWS, UNITS, device=device, dtype=x.v.dtype)
+    shares = torch.empty(slices, groups, tiles, UNITS, device=device)
     for slice0 in range(0, N, slices):
-        own = slice(slice0, min(slice0 + slices, N))
-        some = torch.arange(own.start, own.stop, device=device)
-        for turn in range(pieces):
-            by_query, by_key = piece.pairs(own, turn, held, dv)
-            piece.of_keys(own, turn, by_query, dk)
-            dq_in_pieces[some, :, (turn + some * piece.apart) % pieces], share = piece.of_queries(own, turn, by_key)
-            dscore[own] += share
-    score = x.score.float()[:, :, None]
+        own = range(slice0, min(slice0 + slices, N))
+        for turn in range(piece.pieces):
+            piece.pairs(own, turn, ds, dv)
+            piece.units(own, turn, ds, dk, parts, shares)
+            piece.add_up(own, turn, parts, dq)
+            dscore[own.start : own.stop] += shares[: len(own)].sum(2)
+    score = x.score.float()[:, None] * 4
 
     def of_tokens(grad: Tensor, size: int) -> Tensor:
-        """[N, units, wide] -> [B, size, H, U]"""
-        grad = grad.unflatten(0, (B, H))[:, :, :U, :size] * score
-        return grad.permute(0, 3, 1, 2).to(x.q.dtype, memory_format=torch.contiguous_format)
+        """[N, wide, units] -> [B, size, H, U]"""
+        grad = grad.unflatten(0, (B, H))[:, :, :size, :U] * score
+        return grad.transpose(1, 2).to(x.q.dtype, memory_format=torch.contiguous_format)
 
     dv = dv.unflatten(0, (B, H)).transpose(1, 2).to(x.v.dtype, memory_format=torch.contiguous_format)
-    return of_tokens(dq, T), of_tokens(dk, S), dv, dscore.unflatten(0, (B, H)).sum(0)[:, :U].to(x.score.dtype)
+    return of_tokens(dq, T), of_tokens(dk, S), dv, dscore.view(B, H, -1).sum(0)[:, :U].to(x.score.dtype)
 
 
 class Piece(NamedTuple):
@@ -507,44 +503,36 @@ class Piece(NamedTuple):
         """By how many the pieces of two neighbours differ."""
         return max(1, self.pieces // (self.x.q.shape[0] * self.x.q.shape[2]))
 
-    def pairs(self, own: slice, turn: int, held: list[Tensor], dv: Tensor) -> list[Tensor]:
-        """The gradients of the scores, by queries and by keys; adds to dv."""
-        (q, k, v, counts, _), count = self.x, own.stop - own.start
-        T, S, U = q.shape[1], k.shape[1], q.shape[3]
-        tiles = blocks_of(S, POSITIONS) * POSITIONS // self.x.tile["BN"]  # what `_units` reads must have been written
-        (_, eq, _, large_q, wide_q), (_, ek, _, large_k, wide_k) = self.queries, self.keys
-        sizes = (T, S, U, tiles, wide_q, wide_k, turn, self.pieces, self.apart, own.start)
-        numbers = (*_strides(q, k, v, self.do), *sizes, 0.0)
+    def pairs(self, own: range, turn: int, ds: Tensor, dv: Tensor) -> None:
+        """The gradients of the scores; adds to dv."""
+        q, k, v, counts, _ = self.x
+        constants = {**self.x.constants, "BX": POSITIONS, "ROWS": ROWS}
+        tiles = blocks_of(blocks_of(k.shape[1], POSITIONS) * POSITIONS, self.x.tile["BN"])  # all that `_units` reads
+        (_, eq, large_q, wide_q), (_, ek, large_k, wide_k) = self.queries, self.keys
+        sizes = (q.shape[1], k.shape[1], q.shape[3], tiles, wide_q, wide_k, *self._turn(own, turn))
         read = (q, k, v, self.do, counts, self.weights, eq, ek, large_q, large_k, self.lse, self.delta)
-        plan = Plan((tiles * count,), numbers, {**self.x.constants, "ROWS": ROWS}, *self.x.launches("pairs"))
-        launch(_pairs, (*read, dv, *held), plan)
-        return held
+        numbers = (*_strides(q, k, v, self.do), *sizes, 0.0)
+        launch(_pairs, (*read, dv, ds), Plan((tiles * len(own),), numbers, constants, *self.x.launches("pairs")))
 
-    def of_keys(self, own: slice, turn: int, by_query: Tensor, dk: Tensor) -> None:
-        """Adds the gradients of the keys, not yet times the score, to dk [N, units, wide]."""
-        tiles = blocks_of(self.x.k.shape[1], POSITIONS)
-        self._units(own, turn, (self.keys, self.queries), tiles, 1, (by_query, dk, dk))
+    def units(self, own: range, turn: int, ds: Tensor, dk: Tensor, parts: Tensor, shares: Tensor) -> None:
+        """Adds to dk, and writes what each tile of keys gives to the gradients of q and of the score."""
+        q, k, _, counts, _ = self.x
+        (_, eq, large_q, wide_q), (_, ek, large_k, wide_k) = self.queries, self.keys
+        T, S, U, tiles = q.shape[1], k.shape[1], q.shape[3], parts.shape[2]
+        numbers = (*_strides(q, k), T, S, U, tiles, wide_q, wide_k, *self._turn(own, turn))
+        tile = {"BU": UNITS, "BX": POSITIONS, "BQ": ADDED, "ROWS": ROWS, "BP": OTHERS}
+        constants = {"H": q.shape[2], **tile, "FAST": FAST}
+        plan = Plan((blocks_of(U, UNITS) * tiles * len(own),), numbers, constants, *LAUNCHES["units"])
+        launch(_units, (q, k, counts, eq, ek, large_q, large_k, ds, dk, parts, shares), plan)
 
-    def of_queries(self, own: slice, turn: int, by_key: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the queries [slices, units, ROWS], not yet times the score, and what they give to the
-        gradient of the score, [slices, units]."""
-        pieces, tiles, count = blocks_of(self.x.k.shape[1], ROWS), ROWS // POSITIONS, own.stop - own.start
-        units = self.queries.by_unit.shape[1]
-        parts = self.weights.new_empty(pieces, count, units, ROWS)
-        shares = self.weights.new_empty(pieces, count, tiles, units)
-        self._units(own, turn, (self.queries, self.keys), tiles, pieces, (by_key, parts, shares))
-        return parts.sum(0), shares.sum((0, 2))
+    def add_up(self, own: range, turn: int, parts: Tensor, dq: Tensor) -> None:
+        """Writes to dq."""
+        _, groups, tiles, _, _ = parts.shape
+        T, H = self.x.q.shape[1:3]
+        constants = {"H": H, "BU": UNITS, "BX": POSITIONS, "BQ": ADDED, "BT": TILES, "ROWS": ROWS}
+        numbers = (T, tiles, self.queries.wide, *self._turn(own, turn))
+        plan = Plan((ROWS // ADDED, len(own), groups), numbers, constants, *LAUNCHES["queries"])
+        launch(_queries, (parts, self.x.counts, dq), plan)
 
-    def _units(
-        self, own: slice, turn: int, sides: tuple[Powers, Powers], tiles: int, pieces: int, rest: tuple[Tensor, ...]
-    ) -> None:
-        (x, _, ex, large_x, _), (y, _, ey, large_y, _) = sides
-        _, T, H, U = self.x.q.shape
-        wides = self.queries.wide, self.keys.wide
-        sizes = (T, self.x.k.shape[1], x.shape[1], y.shape[1], U, tiles)
-        numbers = (*_strides(x, y), *sizes, *wides, turn, self.pieces, self.apart, own.start)
-        tile = {"BU": UNITS, "BX": POSITIONS, "ROWS": ROWS, "BP": OTHERS}
-        constants = {"KEYS": sides[0] is self.keys, "H": H, **tile, "FAST": FAST}
-        grid = (blocks_of(U, UNITS) * tiles * (own.stop - own.start), pieces)
-        plan = Plan(grid, numbers, constants, *LAUNCHES["keys" if constants["KEYS"] else "queries"])
-        launch(_units, (x, y, self.x.counts, ex, ey, large_x, large_y, *rest), plan)
+    def _turn(self, own: range, turn: int) -> tuple[int, ...]:
+        return turn, self.pieces, self.apart, own.start
