@@ -30,13 +30,13 @@ LARGEST = tl.constexpr(126.0)  # exponent that is not cut off
 STAGES = tl.constexpr(3)  # rounds of a loop that are read ahead, and the one that is computed
 FAST = not INTERPRETED  # the interpreter has no assembly
 QUERIES = KEYS = 64  # of a tile of scores
-UNITS, POSITIONS = 64, 16  # of a tile of units: more keys would need more registers than a thread has
+UNITS, POSITIONS = 64, 32  # of a tile of units
 ADDED, TILES = 8, 16  # queries whose sums one program adds up, and of how many tiles of keys at a time
 OTHERS = 16  # positions whose largest exponent is known, no more than POSITIONS
 ROWS = 256  # queries of one piece of the backward
 HELD = 2**26  # sums over keys in memory at once
 # warps, stages, registers: with fewer registers than the compiler would take, more programs hide each other's waits
-LAUNCHES = {"forward": (4, 1, 168), "pairs": (8, 1, 128), "units": (1, 1, 128), "queries": (2, 1, 255)}
+LAUNCHES = {"forward": (4, 1, 168), "pairs": (8, 1, 128), "units": (1, 1, 232), "queries": (2, 1, 255)}
 NARROW = 64  # wider values leave no registers to save
 SHARED = 98304  # bytes of shared memory that tiles of wide values take
 
