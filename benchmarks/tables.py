@@ -26,7 +26,6 @@ ROOT = Path(__file__).parents[1]
 WAYS = ("sdpa", "pattern")
 PAGES = ("README.md", "results/README.md", "guides/mechanisms.md", "guides/sequence_parallel.md")
 LENGTHS = (1024, 4096, 16384, 65536)
-BEYOND = "second_call_beyond_prompt_and_steps_ms"
 ARENA = ("listops", "text", "image", "pathfinder")
 
 
@@ -366,31 +365,6 @@ def long_text() -> str:
     )
 
 
-def whole_training() -> str:
-    """Training steps of whole models beside the same in plain torch."""
-    rows = []
-    for key, row in results("whole_models")["train"].items():
-        if "plain" not in row:
-            continue
-        _, length, mode = re.split("T = |, ", key)
-        some = [row[name]["ratio"]["median"] if name in row else None for name in ("softmax", "linear")]
-        ratios = ["-" if ratio is None else f"{ratio:.2f}" for ratio in some]
-        memory = [row[name]["peak_bytes"] for name in ("plain", "softmax")]
-        saved = f"{memory[1] / memory[0]:.2f}" if all(memory) else "-"
-        rows.append([f"{int(length):,}", mode, f"{row['plain']['iteration_ms']['median']:.1f}", *ratios, saved])
-    columns = ("T", "", "plain torch, ms", "softmax over plain", "linear over plain", "memory of softmax over plain")
-    return table(columns, rows)
-
-
-def whole_decoding() -> str:
-    rows = [
-        [key, f"{row['ms_per_step']:.2f}", f"{row['tokens_per_second']:,.0f}", f"{row[BEYOND]:.0f}"]
-        for key, row in results("whole_models")["decode"].items()
-        if isinstance(row, dict) and "error" not in row
-    ]
-    return table(("model", "ms a step", "tokens a second", "ms of a second call beyond prompt and steps"), rows)
-
-
 def whole_classifier() -> str:
     found = results("whole_models")["classifier"]
     rows = [
@@ -501,8 +475,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "long_sequence": long_sequence,
     "serving": serving,
     "long_text": long_text,
-    "whole_training": whole_training,
-    "whole_decoding": whole_decoding,
     "whole_classifier": whole_classifier,
     "arena": arena,
     "arena_budgets": arena_budgets,
