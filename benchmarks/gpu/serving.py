@@ -16,6 +16,7 @@ from subquad import LanguageModel, Sampling
 from subquad.models.state import positions
 from subquad.serve.cache import PrefixCache
 from subquad.serve.engine import Engine
+from subquad.serve.reading import Reader, record
 from subquad.serve.request import Request
 
 from .bench import DEVICE, Case, Figures, Verdict, alone
@@ -95,6 +96,8 @@ def texts(name: str, dtype: torch.dtype, count: int = 40) -> Verdict:
     results["evicting"] = run(engine(PrefixCache.of(model, 3 * cache.bytes // 4)), requests)
     single = engine()
     results["alone"] = [run(single, [one])[0] for one in requests[:8]]
+    if name in MODELS:
+        found.expect("pieces of prompts are recorded", any(single.reader.recorded.values()))
     bar = 0.0 if dtype == torch.float32 else 0.1  # in 16 bits a draw may flip
     for label, made in results.items():
         differ = sum(a != b for a, b in zip(plain, made, strict=False))
@@ -184,9 +187,27 @@ def turn_times(streams: int = 1000, turns: int = 50) -> Figures:
     return found
 
 
+@torch.no_grad()
+def reading_times(rows: int = 8, width: int = 32, count: int = 50) -> Figures:
+    """Reading the ends of a few prompts: kernel by kernel, and recorded."""
+    model = large()
+    tokens = torch.randint(256, (rows, width), device=DEVICE)
+    lengths, state, found = torch.full((rows,), width, device=DEVICE), model.init_state(rows), Figures()
+    for name, reader in (("launched_ms", Reader(model)), ("recorded_ms", Reader(model, record))):
+
+        def read(reader: Reader = reader) -> None:
+            for _ in range(count):
+                reader.read(tokens, lengths, state, False)
+
+        read()
+        with alone():
+            found[name] = milliseconds(read) / count
+    return found
+
+
 CHECKS = [
     *(Case("serving", texts, (name, torch.float32)) for name in (*MODELS, "linearised")),
     Case("serving", texts, ("linear", torch.bfloat16)),
     *(Case("serving", drafts, (norm,)) for norm in ("layer", "rms")),
 ]
-TIMES = [Case("serving", turn_times), Case("serving", cache_times)]
+TIMES = [Case("serving", turn_times), Case("serving", reading_times), Case("serving", cache_times)]

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from subquad.checks import LARGEST, check_count, check_plain, refuse
 from subquad.disk import logger
-from subquad.models.decoding import decoder_of, head_of, limit_of, stack_of, values_of, vocab_of, work_of
+from subquad.models.decoding import decoder_of, head_of, limit_of, stack_of, values_of, vocab_of
 from subquad.models.footprint import Rooms
 from subquad.models.generation import check_drawing, evaluating
 from subquad.models.sampling import PLAIN
 from subquad.models.state import State, map_state, select
 from subquad.models.streams import Streams
-from subquad.models.threads import run_small
 from subquad.ops.cache import BLOCK
 from subquad.serve.drafting import Draft, Drafter
+from subquad.serve.reading import Reader, record
 from subquad.serve.request import Drawn, Full, Request, Stats, Update
 
 PIECE = 256  # tokens of a prompt between two steps
@@ -35,7 +35,7 @@ ABREAST = 8  # pieces of different prompts in one call on a GPU, which would be 
 LEAST = 32  # reading fewer tokens than this takes as long
 SEATS = 16  # prompts that are read at the same time
 MANY = 64  # streams that run; on a GPU a prompt then waits for others, since they all wait while it is read
-GATHER = 0.05  # seconds for which it waits at most
+GATHER = 0.0001  # seconds for which it waits at most, for each stream that runs
 TOP = 20  # the most probable tokens that a request may ask for
 GROWING = 2048  # positions of a stream by default if its state grows with each of them
 UNLIMITED = 1 << 40  # positions of one whose state does not
@@ -149,6 +149,7 @@ class Engine:
         self.drafter = None if draft is None else Drafter(draft, model)
         self.values, self.vocab = values_of(model), vocab_of(model)
         self.decoder, self.head, self.rooms = decoder_of(model), head_of(model), Rooms(decoder_of(model))
+        self.reader = Reader(model, record if cuda else None)
         self.streams = self._make_streams()
         self.single = functools.cache(lambda token: (Drawn(token),))  # made once for each token of the vocabulary
 
@@ -335,7 +336,7 @@ class Engine:
         free = self.slots - len(self.drawing)
         if self.reading or len(self.drawing) < MANY or self._queued() >= min(self.abreast, free):
             return False
-        latest = time.monotonic() - GATHER
+        latest = time.monotonic() - GATHER * len(self.drawing)
         return all(job.begun > latest for jobs in self.waiting.values() for job in jobs)
 
     def _read(self) -> list[Update]:
@@ -456,8 +457,7 @@ class Engine:
                     logger.exception("the cache failed: it does not keep a state")
 
     def _prefill(self, tokens: Tensor, lengths: Tensor | None, state: State | None, head: bool) -> tuple[Tensor, State]:
-        work = work_of(self.model, () if state is None else state, tokens.numel())
-        return run_small(work, lambda: self.decoder.prefill(tokens, lengths, state, head=head))
+        return self.reader.read(tokens, lengths, state, head)
 
     def _note(self, job: _Job, outputs: Tensor, count: int) -> None:
         """Log-probabilities of the tokens after those that were read."""
