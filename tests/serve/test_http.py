@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -344,6 +345,25 @@ def test_clients_that_vanish_leave_no_slot_taken(live: Live) -> None:
     until(lambda: not live.service.answers)
     assert not live.service.exchange.jobs
     assert len(live.engine.cancelled) >= 100
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_connection_is_freed_at_its_end(live: Live, stream: bool) -> None:
+    """It is not part of a circle, which would stay in memory until the collector looks for it."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            body = {"prompt": "abc", "max_tokens": 5, "stream": stream}
+            live.post("/v1/completions", **body).raise_for_status()
+        until(lambda: not live.service.answers)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert "RequestResponseCycle" not in {type(found).__name__ for found in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def test_slow_readers_are_cut_off(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,10 @@ class Service:
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             scope[DIRECT] = send
-            await routed(scope, receive, send)
+            try:
+                await routed(scope, receive, send)
+            finally:
+                del scope[DIRECT]  # the connection holds the scope: in a circle both would wait for the collector
 
         return app
 
