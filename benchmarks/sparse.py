@@ -79,6 +79,8 @@ class Shape(NamedTuple):
 CHECKS: list[tuple[str, Patterns, bool, Shape]] = [(*one, Shape()) for one in PATTERNS] + [
     ("strided, both ways", STRIDED, False, Shape(1037, key_heads=2, ragged=True)),
     ("fixed, both ways", FIXED, False, Shape(777, width=128, dtype=torch.float16)),
+    ("fixed, both ways, columns at once", FIXED, False, Shape(4096)),
+    ("fixed, both ways, columns at once", FIXED, False, Shape(4096, width=128, dtype=torch.float16)),
     ("longformer, causal", LONGFORMER, True, Shape(530, width=40, key_heads=1, dtype=torch.float32, ragged=True)),
     ("bigbird, causal", BIGBIRD, True, Shape(1100, key_heads=4)),
     ("mixed", MIXED, False, Shape(701, ragged=True)),

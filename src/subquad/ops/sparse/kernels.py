@@ -437,7 +437,7 @@ def _dq(
 ):  # fmt: skip
     """dq of one tile of queries. The first pass writes to `stats` what all other passes need: for each query its norm,
     the log-sum-exp in base 2, and delta = Σ do·o, minus the gradient of the log-sum-exp.
-    FAR: the atom whose far part has been computed separately; its gradients are in `far`."""
+    FAR: the first query with gradients in `far`, which were computed separately; -1 without any."""
     lattice = (pad, shift, low)
     b, h, f, i, i0, i1, here, end, klen = _query_tile(
         lengths, key_lengths, T, S, tiles, row0, rows, lattice, LENGTHS, STEP, H, BM
@@ -476,9 +476,9 @@ def _dq(
     grad *= scale
     if CONTINUE:
         grad += _rows(dq, i, here, H * D, D, BD).to(tl.float32)
-    if FAR >= 0:  # rows after the first block
+    if FAR >= 0:
         far += b * far_batch + h * D
-        grad += _rows(far, i - A[4 * FAR + 1], here & (i >= A[4 * FAR + 1]), H * D, D, BD).to(tl.float32)
+        grad += _rows(far, i - FAR, here & (i >= FAR), H * D, D, BD).to(tl.float32)
     _store(dq, i, here, grad, H * D, D, BD)
 
 
@@ -592,8 +592,8 @@ def _dkv(
 @triton.jit(do_not_specialize=CHANGING)
 def _far(
     k, v, far_k, far_v, firsts, k_batch, k_stride: tl.constexpr, k_head, v_batch, v_stride: tl.constexpr, v_head,
-    tiles, rows, A: tl.constexpr, n: tl.constexpr, BACK: tl.constexpr, FIRSTS: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    tiles, rows, A: tl.constexpr, n: tl.constexpr, COPIES: tl.constexpr, BACK: tl.constexpr, FIRSTS: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Copies one tile of the first `rows` columns of a summary, once for each query that acts as a head.
 
@@ -607,7 +607,6 @@ def _far(
     first = tl.load(firsts + h) if FIRSTS else 0
     j = _column(s, first, A, n)
     here = s < rows
-    COPIES: tl.constexpr = A[4 * n + 1] // A[4 * n + 2]
     k += b * k_batch + h * k_head
     v += b * v_batch + h * v_head
     kt = _rows(k, j, here, k_stride, D, BD)

@@ -5,7 +5,8 @@ padded to `pad` points. In that order a stride is block-diagonal. If residues ar
 several of them.
 
 Several passes over the same queries compute one softmax: each continues from the output and the log-sum-exp of the
-pass before. The backward of a pass only needs the final log-sum-exp, so the gradients of all passes add up.
+pass before. The backward of a pass only needs the final log-sum-exp, so the gradients of all passes add up. Where a
+summary is dense attention to its columns, one of these passes is torch's fused attention, which is fastest at that.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from subquad.ops.sparse.spec import Inputs, Spec, ordered_atoms
 
 STRIDES = ("batch", "stride", "head")  # how kernels call the first three strides of a tensor
 SPLIT = 2048  # keys (or queries) of one program in a pass of few rows over the whole sequence
+MANY = 1024  # columns of a summary from which dense attention to them pays
 
 
 class Config(NamedTuple):
@@ -57,7 +59,7 @@ class Passes(NamedTuple):
     """How a pattern is computed: its atoms as integers, and which of them each kind of pass handles."""
 
     atoms: tuple[int, ...]
-    far: int  # the summary whose far part is computed separately, or -1
+    far: int  # the summary of which a part, or without causality all, is dense and computed separately; or -1
     random: tuple[Random, ...]
     rows: int  # the first queries, which read everything
     columns: int  # the first keys, which everything reads
@@ -69,7 +71,7 @@ class Passes(NamedTuple):
 
 @lru_cache(maxsize=256)
 def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -> Passes:
-    """`split_off`: compute the far part of a summary separately; `shifted`: each head has its own shift."""
+    """`split_off`: compute the dense part of a summary separately; `shifted`: each head has its own shift."""
     atoms = ordered_atoms(pattern, causal)
     random = tuple(a for a in atoms if isinstance(a, Random))
     fixed = [a for a in atoms if not isinstance(a, Random)]
@@ -79,13 +81,19 @@ def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -
         case (Block(size, 0), Summary(l, c)) if split_off and causal and size == l and l % c == 0 and 2 <= l // c <= 8:
             far = 1
             coded[1] = (STRIP.value, *coded[1][1:])
+        case (Block() | Local(), Summary()) if split_off and not causal:
+            far = 0  # the first atom: the other leaves out its columns
+            fixed.reverse()
+            coded.reverse()
+    whole = -1 if causal else far  # no pass has it
     columns = fixed[0].tokens if fixed and isinstance(fixed[0], Global) else 0
     rows = 0 if causal else columns
     lattices = tuple(
         (n, a.l if isinstance(a, Strided) else a.gap) for n, a in enumerate(fixed) if isinstance(a, Strided | Dilated)
     )
-    queries = [n for n, a in enumerate(fixed) if isinstance(a, Global | Local | Block | Summary | Dense)]
-    keys = [n for n, a in enumerate(fixed) if isinstance(a, Local | Block | Dense) or n == far]
+    in_rows = (Global, Local, Block, Summary, Dense)
+    queries = [n for n, a in enumerate(fixed) if isinstance(a, in_rows) and n != whole]
+    keys = [n for n, a in enumerate(fixed) if isinstance(a, Local | Block | Dense) or (n == far and n != whole)]
     summaries = tuple(n for n, a in enumerate(fixed) if isinstance(a, Summary) and n != far)
     if random:  # several draws become one, with blocks whose size divides all of theirs
         size = gcd(*(a.block_size for a in random))
@@ -197,9 +205,10 @@ class Kind(NamedTuple):
 
     def over_queries(self, kind: str) -> Iterator[Pass]:
         """The passes of tiles of queries, "forward" or "dq"."""
-        work, (_, T, S, *_), go_on = self.work, self.sizes, False
+        work, (_, T, S, *_) = self.work, self.sizes
+        go_on = kind == "forward" and work.far >= 0 and not self.spec.causal  # after the dense part
         if work.queries and work.rows < T:
-            yield Pass(f"{kind}_summary" if work.summaries else kind, work.queries, work.rows, T)
+            yield Pass(f"{kind}_summary" if work.summaries else kind, work.queries, work.rows, T, go_on=go_on)
             go_on = True
         for n, step in work.lattices:
             yield Pass(f"{kind}_lattice", (n,), 0, T, step, go_on)
@@ -305,7 +314,8 @@ def _call(x: Inputs, spec: Spec, split_off: bool = False) -> Call:
     (B, T, H, _), (S, Hkv), device = x.q.shape, x.k.shape[1:3], x.q.device
     lengths, key_lengths = x.lengths, x.key_lengths
     # padding may hold infinities, which the fused attention of torch would multiply by 0
-    split_off = split_off and lengths is None and key_lengths is None and Hkv == H and _fused(x.q) is not None
+    split_off = split_off and lengths is None and key_lengths is None and Hkv == H
+    split_off = split_off and (spec.causal or _many_columns(spec, S)) and _fused(x.q, spec.causal) is not None
     work = passes(spec.pattern, spec.causal, split_off, bool(spec.shifts))
     random = firsts = both = None
     if work.random:
@@ -326,11 +336,20 @@ def _call(x: Inputs, spec: Spec, split_off: bool = False) -> Call:
     return Call(x._replace(q=q, k=k, v=v), kind, both, random, firsts)
 
 
+def _many_columns(spec: Spec, keys: int) -> bool:
+    """Whether a summary has many columns, none of which is missing in the last block."""
+    return any(isinstance(a, Summary) and keys % a.l == 0 and keys // a.l * a.c >= MANY for a in spec.atoms)
+
+
 def forward(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
-    call = _call(x, spec)
+    call = _call(x, spec, split_off=not spec.causal)
     B, T, _, H, _, D = call.kind.sizes
-    o = torch.empty(B, T, H, D, device=x.q.device, dtype=x.q.dtype)
-    lse = torch.empty(B, H, T, device=x.q.device, dtype=torch.float32)
+    if call.kind.work.far >= 0:
+        far_k, far_v = _columns(call, call.kind.sizes[2])
+        o, lse = _fused_forward(call.x.q, far_k, far_v, spec.scale)
+    else:
+        o = torch.empty(B, T, H, D, device=x.q.device, dtype=x.q.dtype)
+        lse = torch.empty(B, H, T, device=x.q.device, dtype=torch.float32)
     for run in call.kind.over_queries("forward"):
         if not run.pieces:
             _run_forward(call, run, o[None], lse[None])
@@ -377,7 +396,7 @@ def backward(
         _run_dkv(call, run, given, into_k, into_v)
         _add_up(run, (dk, into_k), (dv, into_v))
     if far is not None:
-        _run_far(call, dk, dv, *far[1:], back=True)
+        _run_far(call, dk, dv, *far.columns, back=True)
     return dq, dk, dv
 
 
@@ -404,15 +423,23 @@ class Given(NamedTuple):
     stats: Tensor  # [B, H, T, 2], which the first pass over queries writes
 
 
-def _run_dq(call: Call, run: Pass, given: Given, dq: Tensor, far: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
+class Far(NamedTuple):
+    """Gradients of the dense part of a summary."""
+
+    first: int  # query of dq
+    dq: Tensor
+    columns: tuple[Tensor, Tensor]  # of keys and values
+
+
+def _run_dq(call: Call, run: Pass, given: Given, dq: Tensor, far: Far | None = None) -> None:
     """dq [pieces, B, rows, H, D]"""
     o, lse, do, dlse, stats = given
-    table, apart = call.random.table if call.random else None, None if far is None else far[0]
+    table, apart = call.random.table if call.random else None, None if far is None else far.dq
     tensors = (*call.x[:3], o, do, lse, dlse, stats, dq, apart, *(call.lengths or (None, None)), table, call.firsts)
     own = {
         **_strides(do=do), "dq_piece": dq.stride(0), "dq_batch": dq.stride(1),
         "far_batch": 0 if apart is None else apart.stride(0), "scale": call.kind.spec.scale,
-        "FAR": -1 if apart is None else call.kind.work.far, "DLSE": dlse is not None,
+        "FAR": -1 if far is None else far.first, "DLSE": dlse is not None,
     }  # fmt: skip
     call.start(_dq, run, tensors, own, len(dq), _query_numbers)
 
@@ -434,38 +461,52 @@ def _run_dkv(call: Call, run: Pass, given: Given, dk: Tensor, dv: Tensor) -> Non
     call.start(_dkv, run, tensors, own, len(dk), _key_numbers)
 
 
-def far_backward(call: Call, given: Given) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Gradients of the far part of a causal summary, given the output and log-sum-exp of the whole softmax.
+def far_backward(call: Call, given: Given) -> Far | None:
+    """Gradients of the dense part of a summary, given the output and log-sum-exp of the whole softmax.
 
-    The far part is plain causal attention, and the fused kernels of torch are fastest at that. Put g = l/c neighbouring
-    queries into one group u = i // g, and number the columns s. A query of group u reads the columns of all earlier
-    blocks, s < c·(u // c). All s <= u - c are among them, and they form a causal square without its first c rows. The
-    rest, u - c < s < c·(u // c), is in the block before the query's: the kernels compute it as STRIP. The g queries of
-    a group are adjacent in memory, so they act as heads: dq is for the n·g queries from l on, [B, n, g·H, D], and dk
-    and dv are for n columns, g times.
+    Without causality every query reads every column. With it, the far part is plain causal attention: put g = l/c
+    neighbouring queries into one group u = i // g, and number the columns s. A query of group u reads the columns of
+    all earlier blocks, s < c·(u // c). All s <= u - c are among them, and they form a causal square without its first c
+    rows. The rest, u - c < s < c·(u // c), is in the block before the query's: the kernels compute it as STRIP. The g
+    queries of a group are adjacent in memory, so they act as heads: dq is for the n·g queries from l on,
+    [B, n, g·H, D], and dk and dv are for n columns, g times.
     """
-    if call.kind.work.far < 0:
+    work, (_, T, S, *_), scale = call.kind.work, call.kind.sizes, call.kind.spec.scale
+    if work.far < 0:
         return None
-    T = call.kind.sizes[1]
-    size, c = call.kind.work.atoms[4 * call.kind.work.far + 1 : 4 * call.kind.work.far + 3]
+    do, q, o, lse = given.do, call.x.q, given.o, given.lse
+    if not call.kind.spec.causal:
+        dq, dk, dv = _fused_backward(do, q, *_columns(call, S), o, lse, scale, causal=False)
+        return Far(0, dq.contiguous(), (dk.contiguous(), dv.contiguous()))
+    size, c = work.atoms[4 * work.far + 1 : 4 * work.far + 3]
     n = blocks_of(T, size // c) - c
     if n <= 0:
         return None
-    do, q, o = (_far_queries(t, n, size, c) for t in (given.do, call.x.q, given.o))
-    lse = F.pad(given.lse[:, :, size:], (0, n * (size // c) - (T - size)))
+    do, q, o = (_far_queries(t, n, size, c) for t in (do, q, o))
+    lse = F.pad(lse[:, :, size:], (0, n * (size // c) - (T - size)))
     lse = lse.unflatten(2, (n, -1)).permute(0, 3, 1, 2).flatten(1, 2)  # [B, g·H, n]
     far_k, far_v = (torch.empty(q.shape, device=q.device, dtype=q.dtype) for _ in range(2))
     _run_far(call, call.x.k, call.x.v, far_k, far_v, back=False)
-    dq, dk, dv = _causal_backward(do, q, far_k, far_v, o, lse, call.kind.spec.scale)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dq, dk, dv = _fused_backward(do, q, far_k, far_v, o, lse, scale, causal=True)
+    return Far(size, dq.contiguous(), (dk.contiguous(), dv.contiguous()))
+
+
+def _columns(call: Call, keys: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of all columns of a summary, [B, columns, H, D]."""
+    (B, *_, H, _, D), work, q = call.kind.sizes, call.kind.work, call.x.q
+    size, c = work.atoms[4 * work.far + 1 : 4 * work.far + 3]
+    far_k, far_v = (torch.empty(B, keys // size * c, H, D, device=q.device, dtype=q.dtype) for _ in range(2))
+    _run_far(call, call.x.k, call.x.v, far_k, far_v, back=False)
+    return far_k, far_v
 
 
 def _run_far(call: Call, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, back: bool) -> None:
-    (B, _, _, H, _, D), tile, rows = call.kind.sizes, 32, far_k.shape[1]
-    tiles = blocks_of(rows, tile)
+    (B, _, _, H, _, D), tile, rows, work = call.kind.sizes, 32, far_k.shape[1], call.kind.work
+    size, c = work.atoms[4 * work.far + 1 : 4 * work.far + 3]
+    tiles, copies = blocks_of(rows, tile), size // c if call.kind.spec.causal else 1
     _far[(tiles * B * H,)](
         k, v, far_k, far_v, k if call.firsts is None else call.firsts, **_strides(k=k, v=v), tiles=tiles, rows=rows,
-        A=call.kind.work.atoms, n=call.kind.work.far, BACK=back, FIRSTS=call.firsts is not None,
+        A=work.atoms, n=work.far, COPIES=copies, BACK=back, FIRSTS=call.firsts is not None,
         H=H, D=D, BD=call.kind.width, BN=tile,
     )  # fmt: skip
 
@@ -477,31 +518,46 @@ def _far_queries(x: Tensor, n: int, size: int, c: int) -> Tensor:
     return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).reshape(len(x), n, -1, x.shape[3])
 
 
-def _fused(q: Tensor) -> str | None:
-    """Which of torch's causal attentions to use: one whose backward accepts a log-sum-exp from outside."""
+def _fused(q: Tensor, causal: bool) -> str | None:
+    """Which of torch's attentions to use: one whose backward accepts a log-sum-exp from outside."""
     if q.device.type == "cpu":
         return "cpu"
     if q.dtype == torch.float32:
         return None
     x = q.transpose(1, 2)
-    choice = torch._fused_sdp_choice(x, x, x, None, 0.0, True)
+    choice = torch._fused_sdp_choice(x, x, x, None, 0.0, causal)
     return {SDPBackend.CUDNN_ATTENTION.value: "cudnn", SDPBackend.FLASH_ATTENTION.value: "flash"}.get(choice)
 
 
-def _causal_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float) -> list[Tensor]:
+def _fused_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Every query reads every key: o [B, T, H, D], and its log-sum-exp [B, H, T]."""
+    fused = _fused(q, causal=False)
+    x = [t.transpose(1, 2) for t in (q, k, v)]
+    if fused == "cudnn":
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*x, None, True, 0.0, False, False, scale=scale)
+    elif fused == "flash":
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*x, 0.0, False, False, scale=scale)
+    else:
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*x, 0.0, False, scale=scale)
+    return o.transpose(1, 2).contiguous(), lse.reshape(x[0].shape[:3]).contiguous()
+
+
+def _fused_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
+) -> list[Tensor]:
     do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
-    n, seed = q.shape[2], torch.empty((), dtype=torch.int64, device=q.device)
-    fused = _fused(q)
+    n, m, seed = q.shape[2], k.shape[2], torch.empty((), dtype=torch.int64, device=q.device)
+    fused = _fused(q.transpose(1, 2), causal)
     if fused == "cudnn":
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse[..., None], seed, seed, None, None, None, n, n, 0.0, True, scale=scale
+            do, q, k, v, o, lse[..., None], seed, seed, None, None, None, n, m, 0.0, causal, scale=scale
         )
     elif fused == "flash":
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            do, q, k, v, o, lse, None, None, n, n, 0.0, True, seed, seed, scale=scale
+            do, q, k, v, o, lse, None, None, n, m, 0.0, causal, seed, seed, scale=scale
         )
     else:
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, k, v, o, lse, 0.0, True, scale=scale
+            do, q, k, v, o, lse, 0.0, causal, scale=scale
         )
     return [grad.transpose(1, 2) for grad in grads]
