@@ -246,6 +246,7 @@ ELSEWHERE = {  # constants that are not thresholds of a torch path, or that anot
     "ops.sparse.patterns.DENSEST": "ops/sparse/test_patterns.py",
     "ops.sparse.reads.ALL": "stands for infinity",
     "ops.sparse.split.PIECE": "mechanisms/test_split.py",
+    "ops.sparse.triton_path.MANY": "ops/sparse/test_triton.py, with a smaller one",
     "ops.sparse.triton_path.SPLIT": "ops/sparse/test_triton.py",
     "ops.triangular.ROWS": "ops/test_triangular.py",
     "ops.uniform.AT_ONCE": "ops/test_layer_norm.py",
