@@ -142,7 +142,7 @@ def test_equals_the_loop_over_tokens(rule: str, gate: str, normalize: bool, leng
 
 @rules
 @pytest.mark.parametrize("kind", ["whole", "padded", "packed"])
-def test_gradcheck(rule: str, gate: str, kind: str) -> None:
+def test_gradients_of_first_and_second_order(rule: str, gate: str, kind: str) -> None:
     x = call_of(rule, gate, 1 if kind == "packed" else 2, 5, 1, 2, 2, rows=3 if kind == "packed" else None)
     options: dict[str, Any] = {}
     if kind == "padded":
@@ -161,6 +161,20 @@ def test_gradcheck(rule: str, gate: str, kind: str) -> None:
 
     leaves = [*x.start, *(y for y in x[:5] if y is not None)]
     assert torch.autograd.gradcheck(work, leaves, fast_mode=kind != "whole")
+    assert torch.autograd.gradgradcheck(work, leaves, fast_mode=True)
+    of_func = torch.func.grad(lambda *x: sum(y.square().sum() for y in work(*x)), tuple(range(len(leaves))))(*leaves)
+    of_op = torch.autograd.grad([y.square().sum() for y in work(*leaves)], leaves)
+    for a, b in zip(of_func, of_op, strict=True):
+        close(a, b)
+
+
+@rules
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_plain_expression_equals_the_operator_over_several_chunks(rule: str, gate: str, normalize: bool) -> None:
+    x = call_of(rule, gate, length=71)
+    x = x._replace(q=x.q.abs(), k=x.k.abs()) if normalize else x
+    want, got = run(x, rule, normalize), torch.func.vjp(lambda q: run(x._replace(q=q), rule, normalize), x.q)[0]
+    same(got, want)
 
 
 @few

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from subquad.checks import refuse
+from subquad.gradients import once_differentiable
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.ops import ordered
-from subquad.ops.impl import choose, exporting, traced
+from subquad.ops.impl import choose, exporting, traced, transformed
 from subquad.ops.lengths import first, padding
 from subquad.ops.precision import uncast, wide_type
 
@@ -236,7 +236,7 @@ class _BesideSorted(torch.autograd.Function):
 def balance(logits: Tensor, iterations: int) -> Tensor:
     """Sinkhorn's iterations in log space: divide the columns, then the rows, of exp(logits) by their sums; repeat."""
     # an exported program would lose the backward of an autograd.Function; a compiled one keeps it
-    if exporting() or torch._C._are_functorch_transforms_active():
+    if exporting() or transformed():
         return _balance_plain(logits, iterations)
     balanced: Tensor = _Balance.apply(logits, iterations)
     return balanced
