@@ -65,7 +65,9 @@ class Sinkhorn(Attention):
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         (batch, size, _), block = x.shape, self.options.block
         q, k, v = self.heads.split(x)
-        if choose(self.options.impl, "ordered_attention", q, self._unsupported(q, lengths)) == "triton":
+        # reasons are looked for on a GPU only: one of them depends on the length, for which a graph is compiled then
+        plain = self.options.impl == "auto" and not q.is_cuda
+        if not plain and choose(self.options.impl, "ordered_attention", q, self._unsupported(q, lengths)) == "triton":
             return self.heads.merge(self._by_kernels(q, k, v))
         n = torch.full((batch,), size, device=x.device) if lengths is None else lengths.clamp(min=1)
         present = torch.arange(size + padding(size, block), device=x.device) < n[:, None]
