@@ -470,6 +470,43 @@ def test_registered_operators_are_sound(rule: str, gate: str, kind: str) -> None
     torch.library.opcheck(backward.default, arguments, test_utils=tests[:2])
 
 
+@pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_equals_the_equations_of_onnx(rule: Any, gate: str) -> None:
+    """LinearAttention of opset 27: S of [d_k, d_v], o_t = scale q_tᵀ S_t, two query heads to each key head."""
+    x, scale, share = call_of("gated_delta", gate, length=7, heads=4), 0.3, 2
+    q, k, v = x.q, x.k[:, :, ::share], x.v[:, :, ::share]
+    assert x.log_gate is not None
+    assert x.beta is not None
+    g, beta, s0 = x.log_gate[:, :, ::share], x.beta[:, :, ::share], x.start.s[:, ::share]
+    want, ends = torch.zeros_like(x.v), torch.zeros_like(s0)
+    for b, h in itertools.product(range(2), range(2)):
+        s = s0[b, h]
+        for t in range(7):
+            now, value = k[b, t, h], v[b, t, h]
+            decay = g[b, t, h].exp().reshape(-1, 1) if "gated" in rule else 1.0  # by which rows of S fade
+            if rule in ("linear", "gated"):
+                s = decay * s + torch.outer(now, value)
+            else:
+                s = decay * s + beta[b, t, h] * torch.outer(now, value - (decay * s).T @ now)
+            for query in range(share * h, share * h + share):
+                want[b, t, query] = scale * (q[b, t, query] @ s)
+        ends[b, h] = s
+
+    def each(t: Tensor, dim: int = 2) -> Tensor:
+        return t.repeat_interleave(share, dim)
+
+    given = {"log_gate": each(g)} if "gated" in rule else {}
+    given |= {"beta": each(beta)} if "delta" in rule else {}
+    start = LinearState(each(s0, 1), x.start.z.new_zeros(x.start.z.shape))
+    o, state = linear_attention(
+        scale * q, each(k), each(v), rule=rule, feature_map="identity", normalize=False, initial_state=start,
+        return_state=True, **given,
+    )  # fmt: skip
+    close(o, want)
+    close(state.s, each(ends, 1))
+
+
 Q = torch.zeros(2, 5, 2, 4)
 B = torch.zeros(2, 5, 2)
 
