@@ -496,7 +496,7 @@ def test_equals_the_equations_of_onnx(rule: Any, gate: str) -> None:
     def each(t: Tensor, dim: int = 2) -> Tensor:
         return t.repeat_interleave(share, dim)
 
-    given = {"log_gate": each(g)} if "gated" in rule else {}
+    given: dict[str, Any] = {"log_gate": each(g)} if "gated" in rule else {}
     given |= {"beta": each(beta)} if "delta" in rule else {}
     start = LinearState(each(s0, 1), x.start.z.new_zeros(x.start.z.shape))
     o, state = linear_attention(
