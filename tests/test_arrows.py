@@ -11,7 +11,7 @@ SOURCE = Path(subquad.__file__).parent
 
 # Each folder may import only those above it in this list. Folders on the same line do not import each other.
 PLAN = (
-    ("checks",),
+    ("checks", "gradients"),
     ("disk", "graphs", "machine", "pool", "ranks"),
     ("ops",),
     ("mechanisms",),

@@ -131,6 +131,10 @@ def test_sequence_parallel() -> None:
     together(2).run(_share_a_sequence)
 
 
+def test_gpu() -> None:
+    run(blocks("gpu.md", "python"), "gpu.md")
+
+
 def test_mechanisms() -> None:
     names = run(blocks("mechanisms.md", "python"), "mechanisms.md")
     assert names["o"].shape == (1, 1000, 4, 16)

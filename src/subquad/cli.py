@@ -122,7 +122,7 @@ def compare(
 
 @declare()
 def recommend(
-    length: Annotated[str, Option(metavar="<int>", help="Tokens in your sequences: 16000, or 16k.")],
+    length: Annotated[str, Option(metavar="<int>", help="Tokens in your sequences: 16000, 16k or 1m.")],
     causal: Annotated[bool, Option("--causal/--bidirectional", help="Causal: tokens see earlier ones only.")] = False,
     decode: Annotated[bool, Option("--decode", help="You will generate token by token.")] = False,
     cross: Annotated[bool, Option("--cross", help="You need attention to another sequence.")] = False,

@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -238,6 +239,35 @@ def gradient_is_the_slope(case: Case) -> None:
         grad = grads[name]
         got = 0.0 if grad is None else float((grad * direction).sum())
         assert abs(got - slope) <= 1e-4 * max(1.0, abs(slope)), f"gradient of {name}: {got}, slope {slope}"
+
+
+def second_derivative_is_right_or_refused(case: Case) -> None:
+    """The gradient of a gradient along one direction against central differences."""
+    mix, x, weight = case.build(), tokens(2, 23, case.dim).requires_grad_(), tokens(2, 23, case.dim, seed=9)
+    along, step = tokens(2, 23, case.dim, seed=3), 1e-6
+
+    def slope(x: Tensor, differentiable: bool = False) -> Tensor:
+        loss = (mix(x).square() * weight).sum()
+        return (torch.autograd.grad(loss, x, create_graph=differentiable)[0] * along).sum()
+
+    try:
+        (got,) = torch.autograd.grad(slope(x, differentiable=True), x)
+    except RuntimeError as error:
+        if not re.search("second derivative|no autograd formula|not implemented", str(error)):
+            raise
+        return
+    want = (slope(x + step * along) - slope(x - step * along)) / (2 * step)
+    assert abs((got * along).sum() - want) <= 1e-4 * max(1.0, abs(want))
+
+
+def torch_func_agrees(case: Case) -> None:
+    mix, x, weight = case.build(), tokens(2, 23, case.dim), tokens(2, 23, case.dim, seed=9)
+
+    def loss(x: Tensor) -> Tensor:
+        return (mix(x).square() * weight).sum()
+
+    leaf = x.clone().requires_grad_()
+    close(torch.func.grad(loss)(x), torch.autograd.grad(loss(leaf), leaf)[0])
 
 
 def strictly_causal(case: Case) -> None:

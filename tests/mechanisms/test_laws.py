@@ -55,6 +55,16 @@ def test_1_gradient_is_the_slope(case: Case) -> None:
     laws.gradient_is_the_slope(case)
 
 
+@over(defaults())
+def test_1_second_derivative_is_right_or_refused(case: Case) -> None:
+    laws.second_derivative_is_right_or_refused(case)
+
+
+@over(laws.cases())
+def test_1_torch_func_agrees(case: Case) -> None:
+    laws.torch_func_agrees(case)
+
+
 @over(laws.cases(cross=True))
 def test_1_cross_attention_equals_reference(case: Case) -> None:
     laws.cross_equals_reference(case)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from subquad.models import LanguageModel
+from subquad.ops import additive
 from subquad.tasks.text import Text
 from subquad.training.evaluate import Wired
 
@@ -28,15 +29,21 @@ def fresh() -> Iterator[None]:
 
 def make(mechanism: Any, depth: int, **fields: Any) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel(vocab=256, dim=16, depth=depth, heads=2, mechanism=mechanism, positions="rotary", **fields)
+    fields = {"positions": "rotary", **fields}
+    return LanguageModel(vocab=256, dim=16, depth=depth, heads=2, mechanism=mechanism, **fields)
 
 
 def gradients(loss: Tensor, model: LanguageModel) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def same_numbers(model: LanguageModel, compiled: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor]) -> None:
-    for size in LENGTHS:
+def same_numbers(
+    model: LanguageModel,
+    compiled: Callable[[Tensor], Tensor],
+    plain: Callable[[Tensor], Tensor],
+    lengths: tuple[int, ...] = LENGTHS,
+) -> None:
+    for size in lengths:
         tokens = torch.randint(256, (2, size))
         with torch.compiler.set_stance("force_eager"):
             want = gradients(plain(tokens), model)
@@ -79,6 +86,25 @@ def test_a_training_step_serves_all_lengths(fields: dict[str, Any]) -> None:
 
     same_numbers(model, loss, loss)
     assert graphs.frame_count == MOST
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "most"),
+    [
+        ("transformer_xl", MOST),
+        # one more: for lengths within a block, or of whole blocks, or which are computed in one piece
+        ("efficient", MOST + 1), (("transformer_xl", {"memory": 32}), MOST + 1), (("sinkhorn", {"block": 8}), MOST + 1),
+        ("compressed", MOST + 1),
+        ("performer", MOST + 1), ("additive", MOST + 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_few_graphs_serve_all_lengths(mechanism: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(additive, "PAIRS", 2**14)  # of 30 tokens and fewer in one piece
+    model, graphs = make(mechanism, 1, positions="sinusoidal").eval(), CompileCounterWithBackend("eager")
+    loss = torch.compile(model.loss, backend=graphs, fullgraph=True)
+    same_numbers(model, loss, model.loss, (23, 40, 31, 96, 130))
+    assert graphs.frame_count <= most
 
 
 @pytest.mark.parametrize("mechanism", ["linear", "softmax"])

@@ -153,7 +153,7 @@ def test_cross_attention_has_its_own_number_of_queries(queries: int, name: str) 
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "padded", "packed", "packed both ways", "cross"])
 @pytest.mark.parametrize("name", ["elu+1", "identity"])
-def test_gradcheck(kind: str, name: str) -> None:
+def test_gradients_of_first_and_second_order(kind: str, name: str) -> None:
     causal = kind in ("causal", "padded", "packed")
     packed = kind.startswith("packed")
     q, k, v = inputs(1 if packed else 2, 5, 1, 2, 1, keys=4 if kind == "cross" else None)
@@ -174,6 +174,11 @@ def test_gradcheck(kind: str, name: str) -> None:
     leaves = [x.requires_grad_() for x in (q, k, v, *start) + ((log_gate,) if log_gate is not None else ())]
     # the random projections of the fast mode are enough for a second map
     assert torch.autograd.gradcheck(run, leaves, fast_mode=name != "elu+1")
+    assert torch.autograd.gradgradcheck(run, leaves, fast_mode=True)
+    of_func = torch.func.grad(lambda *x: sum(y.square().sum() for y in run(*x)), tuple(range(len(leaves))))(*leaves)
+    of_op = torch.autograd.grad([y.square().sum() for y in run(*leaves)], leaves)
+    for a, b in zip(of_func, of_op, strict=True):
+        close(a, b)
 
 
 @few

@@ -237,6 +237,7 @@ def test_gradcheck() -> None:
         return fused_attention(*x[:3], **BASE | {"log_gate": x[3], "s0": x[4], "z0": x[5]})
 
     assert torch.autograd.gradcheck(fn, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(fn, leaves, fast_mode=True)
 
 
 @interpreted

@@ -142,7 +142,7 @@ def test_equals_the_loop_over_tokens(rule: str, gate: str, normalize: bool, leng
 
 @rules
 @pytest.mark.parametrize("kind", ["whole", "padded", "packed"])
-def test_gradcheck(rule: str, gate: str, kind: str) -> None:
+def test_gradients_of_first_and_second_order(rule: str, gate: str, kind: str) -> None:
     x = call_of(rule, gate, 1 if kind == "packed" else 2, 5, 1, 2, 2, rows=3 if kind == "packed" else None)
     options: dict[str, Any] = {}
     if kind == "padded":
@@ -161,6 +161,20 @@ def test_gradcheck(rule: str, gate: str, kind: str) -> None:
 
     leaves = [*x.start, *(y for y in x[:5] if y is not None)]
     assert torch.autograd.gradcheck(work, leaves, fast_mode=kind != "whole")
+    assert torch.autograd.gradgradcheck(work, leaves, fast_mode=True)
+    of_func = torch.func.grad(lambda *x: sum(y.square().sum() for y in work(*x)), tuple(range(len(leaves))))(*leaves)
+    of_op = torch.autograd.grad([y.square().sum() for y in work(*leaves)], leaves)
+    for a, b in zip(of_func, of_op, strict=True):
+        close(a, b)
+
+
+@rules
+@pytest.mark.parametrize("normalize", [False, True])
+def test_the_plain_expression_equals_the_operator_over_several_chunks(rule: str, gate: str, normalize: bool) -> None:
+    x = call_of(rule, gate, length=71)
+    x = x._replace(q=x.q.abs(), k=x.k.abs()) if normalize else x
+    want, got = run(x, rule, normalize), torch.func.vjp(lambda q: run(x._replace(q=q), rule, normalize), x.q)[0]
+    same(got, want)
 
 
 @few
@@ -454,6 +468,43 @@ def test_registered_operators_are_sound(rule: str, gate: str, kind: str) -> None
     detached = [None if y is None else y.detach() for y in given]
     arguments = (torch.ones_like(done[0]), torch.ones_like(done[1]), *detached, "torch", *done)
     torch.library.opcheck(backward.default, arguments, test_utils=tests[:2])
+
+
+@pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_equals_the_equations_of_onnx(rule: Any, gate: str) -> None:
+    """LinearAttention of opset 27: S of [d_k, d_v], o_t = scale q_tᵀ S_t, two query heads to each key head."""
+    x, scale, share = call_of("gated_delta", gate, length=7, heads=4), 0.3, 2
+    q, k, v = x.q, x.k[:, :, ::share], x.v[:, :, ::share]
+    assert x.log_gate is not None
+    assert x.beta is not None
+    g, beta, s0 = x.log_gate[:, :, ::share], x.beta[:, :, ::share], x.start.s[:, ::share]
+    want, ends = torch.zeros_like(x.v), torch.zeros_like(s0)
+    for b, h in itertools.product(range(2), range(2)):
+        s = s0[b, h]
+        for t in range(7):
+            now, value = k[b, t, h], v[b, t, h]
+            decay = g[b, t, h].exp().reshape(-1, 1) if "gated" in rule else 1.0  # by which rows of S fade
+            if rule in ("linear", "gated"):
+                s = decay * s + torch.outer(now, value)
+            else:
+                s = decay * s + beta[b, t, h] * torch.outer(now, value - (decay * s).T @ now)
+            for query in range(share * h, share * h + share):
+                want[b, t, query] = scale * (q[b, t, query] @ s)
+        ends[b, h] = s
+
+    def each(t: Tensor, dim: int = 2) -> Tensor:
+        return t.repeat_interleave(share, dim)
+
+    given: dict[str, Any] = {"log_gate": each(g)} if "gated" in rule else {}
+    given |= {"beta": each(beta)} if "delta" in rule else {}
+    start = LinearState(each(s0, 1), x.start.z.new_zeros(x.start.z.shape))
+    o, state = linear_attention(
+        scale * q, each(k), each(v), rule=rule, feature_map="identity", normalize=False, initial_state=start,
+        return_state=True, **given,
+    )  # fmt: skip
+    close(o, want)
+    close(state.s, each(ends, 1))
 
 
 Q = torch.zeros(2, 5, 2, 4)

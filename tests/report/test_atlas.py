@@ -11,10 +11,11 @@ import torch
 from subquad.data import digits
 from subquad.mechanisms import MECHANISMS
 from subquad.mechanisms.card import card
-from subquad.report import atlas, charts
+from subquad.report import atlas, charts, recall
 from subquad.report.atlas import LESSONS, build_atlas, embed, who_attends
 from subquad.report.charts import FAMILIES
 from subquad.report.html import template
+from subquad.report.runs import find
 from subquad.studies.results import ReproducedTable, TrainedRow, save
 from tests.report import runs
 from tests.report.browser import needs_chromium, visit
@@ -70,6 +71,29 @@ def test_a_page_says_from_where_on_its_ring_stands(site: Path) -> None:
         assert data
         assert said
         assert int(said[1].replace(",", "")) == json.loads(data[1])["views"][0]["marks"][name]
+
+
+def test_a_page_says_that_a_mechanism_never_wins(tmp_path: Path) -> None:
+    data = runs.results()
+    for row in data["rows"]:
+        if row["mechanism"] == "rfa":
+            row |= {"training_ratio": runs.spread(1.2), "decode_ratio": runs.spread(1.2 - row["length"] / 8192)}
+        elif row["mechanism"] == "linear" and row["decode_ratio"]:
+            row |= {"decode_ratio": runs.spread(1.5)}
+    (tmp_path / "results.json").write_text(json.dumps(data))
+    pages = build_atlas(tmp_path / "site", [tmp_path / "results.json"], SHARE).parent / "mechanisms"
+    rfa, linear, softmax = ((pages / f"{name}.html").read_text() for name in ("rfa", "linear", "softmax"))
+    assert "A training step is not faster than softmax at T = 8,192, the longest measured." in rfa
+    assert re.search(r"Decoding a token is faster than softmax from T = [\d,]+\.", rfa)
+    assert "Decoding a token is not faster than softmax at T = 8,192, the longest measured." in linear
+    assert "faster than softmax" not in softmax[: softmax.index("<h2>Options")]
+
+
+def test_the_table_of_recall_ships_with_the_package(tmp_path: Path) -> None:
+    (shipped,) = (run for run in find(tmp_path) if run.kind == "reproduce")
+    assert recall.page(shipped.reproduced) is not None
+    measured = Path(__file__).parents[2] / "results" / shipped.path.name
+    assert shipped.path.read_bytes() == measured.read_bytes(), f"copy {measured} to {shipped.path}"
 
 
 def test_a_page_says_what_the_source_says(site: Path) -> None:

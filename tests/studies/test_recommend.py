@@ -134,6 +134,18 @@ def test_between_lengths_and_beyond_them(tmp_path: Path) -> None:
     )
 
 
+def test_mechanisms_without_a_figure_at_the_length_are_named(tmp_path: Path) -> None:
+    source = figures(tmp_path / "a.json")
+    data = json.loads(source.read_text())
+    data["rows"] = [row for row in data["rows"] if (row["mechanism"], row["length"]) != ("linear", 16384)]
+    source.write_text(json.dumps(data))
+    at_8k, at_1k = (recommend(Request(length=n, causal=True), source).missing for n in (8192, 1024))
+    assert set(at_8k) - set(at_1k) == {"linear"}
+    assert "deltanet" in at_1k  # was not measured at all
+    said = CliRunner().invoke(app, ["recommend", "--length", "8k", "--causal", "--from", str(source)]).output
+    assert f"not compared, since not measured at this length: {', '.join(at_8k)}" in " ".join(said.split())
+
+
 def test_a_clear_loss_of_quality_comes_after(tmp_path: Path) -> None:
     source = figures(tmp_path / "a.json", quality={"softmax": 2.0, "sinkhorn": 2.4, "local": 2.05, "linear": 2.05})
     advice = recommend(Request(length=16384, causal=True), source)

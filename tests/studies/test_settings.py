@@ -51,8 +51,8 @@ def test_each_mechanism_in_the_form_it_has() -> None:
 
 def test_words_to_values() -> None:
     assert parse_lengths("512, 4k,16K") == (512, 4096, 16384)
-    assert (parse_length("16k"), parse_length("16000")) == (16384, 16000)
-    for wrong in ("512,1024", "many", ""):
+    assert (parse_length("16k"), parse_length("16000"), parse_length("1M")) == (16384, 16000, 1048576)
+    for wrong in ("512,1024", "many", "", "m", "1g", "k"):
         with pytest.raises(ValueError, match="length="):
             parse_length(wrong)
     assert parse_mechanisms("all") == tuple(MECHANISMS)

@@ -200,7 +200,9 @@ class Efficient(Kernelised):
         feature as a head of width one. `_within` computes the pairs inside a block.
         """
         length = q.shape[1]
-        size = BLOCK if symbolic(length) else min(BLOCK, 1 << (length - 1).bit_length())
+        # a graph that is compiled for any length has whole blocks: a smaller one would be for this length only
+        whole = symbolic(length) or torch.compiler.is_compiling() or length > BLOCK // 2
+        size = BLOCK if whole else 1 << (length - 1).bit_length()
         more = (0, 0, 0, padding(length, size))
         rho = F.pad(q.transpose(1, 2).log_softmax(-1), more).unflatten(2, (-1, size))  # [B, H, N, C, K]
         k = F.pad(k.transpose(1, 2), more, value=PADDED).unflatten(2, (-1, size))

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from subquad.checks import refuse
+from subquad.gradients import once_differentiable
 from subquad.mechanisms import base
 from subquad.mechanisms.attention import Attention
 from subquad.mechanisms.base import AtLeast1, Traits
 from subquad.ops import ordered
-from subquad.ops.impl import choose, exporting, traced
+from subquad.ops.impl import choose, exporting, traced, transformed
 from subquad.ops.lengths import first, padding
 from subquad.ops.precision import uncast, wide_type
 
@@ -65,7 +65,9 @@ class Sinkhorn(Attention):
     def _forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         (batch, size, _), block = x.shape, self.options.block
         q, k, v = self.heads.split(x)
-        if choose(self.options.impl, "ordered_attention", q, self._unsupported(q, lengths)) == "triton":
+        # reasons are looked for on a GPU only: one of them depends on the length, for which a graph is compiled then
+        plain = self.options.impl == "auto" and not q.is_cuda
+        if not plain and choose(self.options.impl, "ordered_attention", q, self._unsupported(q, lengths)) == "triton":
             return self.heads.merge(self._by_kernels(q, k, v))
         n = torch.full((batch,), size, device=x.device) if lengths is None else lengths.clamp(min=1)
         present = torch.arange(size + padding(size, block), device=x.device) < n[:, None]
@@ -236,7 +238,7 @@ class _BesideSorted(torch.autograd.Function):
 def balance(logits: Tensor, iterations: int) -> Tensor:
     """Sinkhorn's iterations in log space: divide the columns, then the rows, of exp(logits) by their sums; repeat."""
     # an exported program would lose the backward of an autograd.Function; a compiled one keeps it
-    if exporting() or torch._C._are_functorch_transforms_active():
+    if exporting() or transformed():
         return _balance_plain(logits, iterations)
     balanced: Tensor = _Balance.apply(logits, iterations)
     return balanced

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from subquad import ranks
+from subquad.gradients import once_differentiable
 from subquad.models.blocks import Branch, Residual, Stream
 
 

@@ -36,7 +36,8 @@ def additive_attention(
         k, v, counts = k.to(q.dtype), v.to(q.dtype), counts.to(torch.int32).contiguous()
         o: Tensor = torch.ops.subquad.additive_tiles(q, k, v, counts, score)[0]
         return o
-    if symbolic(T, B, S):
+    # into how many pieces a call is cut would be fixed in a compiled graph: there an operator cuts it
+    if symbolic(T, B, S) or (torch.compiler.is_compiling() and _rows(k) < T):
         return _operator([q, k, v, counts, score], str(dropout), dropout > 0)
     return attend(q, k, v, counts, score, dropout)
 
@@ -51,9 +52,14 @@ def _unsupported(q: Tensor, v: Tensor, dropout: float) -> str | None:
     return None
 
 
+def _rows(k: Tensor) -> int:
+    """Queries to compute at a time."""
+    return max(1, (GPU_PAIRS if k.is_cuda else PAIRS) // max(1, k.numel()))
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, score: Tensor, dropout: float) -> Tensor:
     """Compute some queries at a time, and again in backward, so that long inputs need no [T, S, hidden] tensor."""
-    rows = max(1, (GPU_PAIRS if k.is_cuda else PAIRS) // max(1, k.numel()))
+    rows = _rows(k)
     if rows >= q.shape[1]:
         return attend_rows(q, k, v, counts, score, dropout)
     parts = [

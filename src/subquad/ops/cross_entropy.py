@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.gradients import once_differentiable
 from subquad.ops.impl import Impl, choose
 from subquad.ops.precision import autocasts, uncast, wide_type
 
@@ -49,7 +50,7 @@ class _Summed(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grads = (None if t is None else (t * grad).to(t.dtype) for t in ctx.saved_tensors)
         return *grads, None, None, None, None, None

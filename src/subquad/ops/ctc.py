@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.gradients import once_differentiable
 from subquad.ops.impl import Impl, choose
 from subquad.ops.precision import wide
 
@@ -55,7 +56,7 @@ class _Ctc(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (share,) = ctx.saved_tensors
         return -grad[:, None, None] * share, None, None, None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 Impl = Literal["auto", "torch", "triton"]
+KERNELS = os.environ.get("SUBQUAD_KERNELS", "1") != "0"  # whether "auto" may take the Triton path
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # found once: torch.compile cannot trace the search
 
 
@@ -18,8 +19,9 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
     """
     if impl not in ("auto", "torch", "triton"):
         raise ValueError(f'impl={impl!r} for {op}: accepted are "auto", "torch", "triton"')
-    if impl == "torch" or (impl == "auto" and x.device.type != "cuda"):
-        return "torch"  # the interpreter is for tests, so only impl="triton" uses it
+    # the interpreter is for tests, so only impl="triton" uses it
+    if impl == "torch" or (impl == "auto" and (x.device.type != "cuda" or not KERNELS or transformed())):
+        return "torch"
     reason = unsupported
     if not HAS_TRITON:
         reason = "triton is not installed"
@@ -34,7 +36,12 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
 
 def traced() -> bool:
     """A compiler fuses plain expressions, and torch.func and exported programs can only differentiate those."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or transformed()
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func is at work, which sees through plain expressions only."""
+    return torch._C._are_functorch_transforms_active()
 
 
 def watched(module: nn.Module) -> bool:

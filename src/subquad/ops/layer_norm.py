@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from subquad.gradients import once_differentiable
 from subquad.ops.impl import Impl, choose, traced, watched
 from subquad.ops.uniform import dropped
 
@@ -128,7 +129,7 @@ class _AddNorm(torch.autograd.Function):
         return x if added is None else s, y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> tuple[Tensor | None, ...]:
         from subquad.ops import layer_norm_triton
 

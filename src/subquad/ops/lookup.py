@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from subquad.gradients import once_differentiable
 from subquad.ops.column_sums import column_sums
 from subquad.ops.impl import Impl, choose, traced
 
@@ -53,7 +54,7 @@ class _Lookup(torch.autograd.Function):
         return lookup_triton.lookup(ids, table, places, column)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from subquad.ops import lookup_triton
 

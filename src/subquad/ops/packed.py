@@ -60,4 +60,5 @@ class Apart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        return joined(grads), None
+        # a gradient that is differentiated itself must not be a view of one part
+        return torch.cat(grads, -1) if torch.is_grad_enabled() else joined(grads), None

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from subquad.gradients import once_differentiable
 from subquad.ops.column_sums import column_sums
 from subquad.ops.feed_forward import Activation
 from subquad.ops.impl import Impl, choose, traced
@@ -69,7 +70,7 @@ class _Perceptron(torch.autograd.Function):
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from subquad.ops import perceptron_triton
 
@@ -103,7 +104,7 @@ class _Gradients(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from subquad.ops import perceptron_triton
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from subquad.gradients import once_differentiable
 from subquad.ops.column_sums import column_sums
 from subquad.ops.impl import Impl, choose, traced
 from subquad.ops.precision import autocasts, uncast
@@ -80,7 +81,7 @@ class _Projection(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, matrix = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.like

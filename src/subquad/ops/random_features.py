@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from subquad.ops.impl import exporting
+from subquad.gradients import once_differentiable
+from subquad.ops.impl import exporting, transformed
 from subquad.ops.precision import uncast, wide, wide_type
 
 Norms = Literal["chi", "sqrt"]
@@ -69,7 +69,7 @@ def project(x: Tensor, directions: Tensor) -> Tensor:
 
 def fourier(x: Tensor, directions: Tensor, *, unit: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     """Features of the Gaussian kernel, [B, T, H, 2M], in at least float32 or in `dtype`; with `unit`, of x/|x|."""
-    if exporting():
+    if exporting() or transformed():
         return _plain_fourier(x, directions, unit, dtype or wide_type(x))
     with uncast(x):
         return _Fourier.apply(x, directions, unit, dtype or wide_type(x))
@@ -107,7 +107,7 @@ def positive(
     eps    in units of a token's own largest feature
     dtype  of the result: at least float32 by default
     """
-    if exporting():
+    if exporting() or transformed():
         return _plain_positive(x, directions, scale, unit, eps, dtype or wide_type(x))
     origin = parts.largest if unit is None else parts.half + unit
     b = eps * (parts.largest - origin).exp()[..., None]
@@ -115,8 +115,8 @@ def positive(
         return _Positive.apply(x, directions, parts.scores, origin, b, scale, unit is not None, dtype or wide_type(x))
 
 
-# An exported program loses the backward of an autograd.Function. So it gets plain expressions: the same numbers, with
-# more memory.
+# An exported program loses the backward of an autograd.Function, and torch.func refuses one. So they get plain
+# expressions: the same numbers, with more memory.
 
 
 def _plain_fourier(x: Tensor, directions: Tensor, unit: bool, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from subquad.checks import check_heads, checked
 from subquad.ops.impl import Impl, choose
-from subquad.ops.lengths import at_most, first, padding
+from subquad.ops.lengths import at_most, first, padding, symbolic
 
 Ends = tuple[Tensor, Tensor]
 
@@ -91,8 +91,8 @@ def _blocks(
     # flatten heads before padding: torch.compile(dynamic=True) fails on the gradient of padding in another layout
     q = F.pad(q.flatten(2), (0, 0, 0, extra)).unflatten(2, (q.shape[2], -1))
     q = q.unflatten(1, (-1, c))  # [B, N, C, H, K]
-    k, v = (F.pad(t, (0, 0, 0, 0, 0, extra)).unfold(1, c + span, c) for t in (k, v))  # [B, N, H, K, C + span]
-    seen = F.pad(seen, (0, extra)).unfold(1, c + span, c)  # [B, N, C + span]
+    k, v = (_windows(F.pad(t, (0, 0, 0, 0, 0, extra)), c, span, size) for t in (k, v))  # [B, N, H, K, C + span]
+    seen = _windows(F.pad(seen, (0, extra)), c, span, size)  # [B, N, C + span]
     content = torch.einsum("bnchk,bnhks->bnhcs", q + u, k)
     offsets = torch.einsum("bnchk,ohk->bnhco", q + w, r)  # [B, N, H, C, span + 1]
     index = torch.arange(c + span, device=q.device) - torch.arange(c, device=q.device)[:, None]  # [C, C + span]
@@ -103,6 +103,13 @@ def _blocks(
     weights = scores.masked_fill(~visible[:, :, None], -math.inf).softmax(-1)
     weights = F.dropout(weights, dropout)
     return first(torch.einsum("bnhcs,bnhvs->bnchv", weights, v).flatten(1, 2), size)
+
+
+def _windows(x: Tensor, c: int, span: int, size: int) -> Tensor:
+    """The keys of each block of queries: [B, S, ...] -> [B, N, ..., C + span]"""
+    if not symbolic(size) and c == size:  # one block: the width of unfold's windows would be fixed in a compiled graph
+        return x[:, None].movedim(2, -1)
+    return x.unfold(1, c + span, c)
 
 
 def _call(tensors: Sequence[Tensor], low: Tensor | None, high: Tensor | None, *numbers: Any) -> Any:

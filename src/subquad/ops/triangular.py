@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.gradients import once_differentiable
+from subquad.ops.impl import traced
 from subquad.ops.lengths import symbolic
 from subquad.ops.precision import autocasts
 
@@ -13,7 +15,7 @@ ROWS = 1024  # of one block; the copy of a block is all that the triangle costs
 
 def triangular_product(weight: Tensor, x: Tensor) -> Tensor:
     """tril(weight) x over positions: weight [T, T], x [B, T, D] -> [B, T, D]."""
-    elsewhere = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or autocasts(x.device)
+    elsewhere = traced() or autocasts(x.device)
     if elsewhere or symbolic(*x.shape) or len(weight) <= ROWS:
         return torch.einsum("ts,bsd->btd", weight.tril(), x)
     y: Tensor = _Triangular.apply(weight, x)
@@ -32,7 +34,7 @@ class _Triangular(torch.autograd.Function):
         return y.view(len(weight), len(x), -1).transpose(0, 1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         weight, columns = ctx.saved_tensors
         grad, batch = grad.transpose(0, 1).flatten(1), len(grad)

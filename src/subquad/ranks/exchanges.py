@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from subquad.gradients import once_differentiable
 from subquad.ranks.collectives import Group, all_gather, all_to_all, reduce
 
 

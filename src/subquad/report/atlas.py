@@ -138,8 +138,7 @@ class _Site:
             measured = {"time": growth.time, "memory": growth.memory}
             exponents = {key: None if value is None else f"{value:.2g}" for key, value in measured.items()}
             far = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in growth_of_time(growth)]
-            win = charts.wins(run, "training").get(name)
-            about = {"where": _where(run), "date": run.comparison.date[:10], "win": win and win.words()}
+            about = {"where": _where(run), "date": run.comparison.date[:10], "beside": charts.beside_softmax(run, name)}
             costs.append({"anchor": f"cost{i}", "chart": spec, "far": far, **exponents, **about})
         return costs
 

@@ -85,6 +85,21 @@ def wins(run: Run, what: str) -> dict[str, Win]:
     }
 
 
+def beside_softmax(run: Run, name: str) -> list[str]:
+    """Sentences: from which length on a mechanism is faster than softmax, or that it is not."""
+    sentences = []
+    for what, ratio in (("A training step", "training_ratio"), ("Decoding a token", "decode_ratio")):
+        lengths, ratios = series(run.rows, name, ratio)
+        if not lengths or name == "softmax":
+            continue
+        at = crossover(lengths, ratios)
+        if at is None:
+            sentences.append(f"{what} is not faster than softmax at T = {lengths[-1]:,}, the longest measured.")
+        else:
+            sentences.append(f"{what} is faster than softmax {Win(at, ratios[0] < 1 and at == lengths[0]).words()}.")
+    return sentences
+
+
 def in_words(won: Mapping[str, Win]) -> str:
     """The wins as text, ordered by T: "linear, local at every T measured; rfa from T = 1,462"."""
     ordered = sorted(won.items(), key=lambda item: (not item[1].throughout, item[1].length))

@@ -105,7 +105,7 @@ def read(paths: Iterable[Path]) -> list[Run]:
 
 def find(root: Path = Path()) -> list[Run]:
     """The figures to show if the user names none: for each kind of device and each form (causal, bidirectional, or
-    mixed), the comparison that covers most mechanisms; then other figures of results/.
+    mixed), the comparison that covers most mechanisms; then other figures, of results/ or shipped.
 
     This machine's comparisons are preferred to those of results/, and these to the shipped ones.
     """
@@ -113,12 +113,16 @@ def find(root: Path = Path()) -> list[Run]:
     kept = [_load(file) for file in sorted(root.glob("results/*.json"))]
     with as_file(files("subquad.studies").joinpath("figures")) as folder:
         shipped = [_load(file) for file in sorted(folder.glob("*.json"))]
+        reproduced = [_load(file) for file in sorted(folder.glob("reproduced/*.json"))]
     best: dict[tuple[str, bool | None], Run] = {}
     for run in compared([*here, *kept, *shipped]):
         kind = str(run.settings.get("device", "cpu")).split(":")[0], run.settings.get("causal")
         if kind not in best or _covered(run) > _covered(best[kind]):
             best[kind] = run
-    return _with_distinct_names([*best.values(), *(run for run in kept if run.kind != "compare")])
+    other = [run for run in kept if run.kind != "compare"]
+    known = {run.path.name for run in other}
+    other += [run for run in reproduced if run.path.name not in known]
+    return _with_distinct_names([*best.values(), *other])
 
 
 def _covered(run: Run) -> int:

@@ -80,3 +80,5 @@ def advice_lines(advice: Advice, width: int) -> Iterator[str]:
         yield f"{rank}. [bold]{choice.mechanism}[/bold]"
         yield from (wrapped(reason, width, "   - ") for reason in choice.reasons)
     yield "\n" + wrapped(f"from {advice.figures}", width)
+    if advice.missing:
+        yield wrapped(f"not compared, since not measured at this length: {', '.join(advice.missing)}", width)

@@ -58,6 +58,7 @@ class Advice:
     figures: str  # which figures were used, where and how they were measured
     verdict: str  # one sentence
     choices: tuple[Choice, ...]
+    missing: tuple[str, ...] = ()  # mechanisms that can do it, but lack a figure at this length
 
 
 def recommend(request: Request, source: Path | None = None) -> Advice:
@@ -83,14 +84,15 @@ def _advise(figures: Figures, request: Request) -> Advice:
         shipped = "it is taken from the figures that ship with the package"
         unknown = "this ranking is by speed alone, and `subquad compare --task` measures how well each learns"
         where += f". They hold no quality: {shipped if quality else unknown}"
-    choices = [
-        choice
+    able = [
+        name
         for name, cls in MECHANISMS.items()
         if _has_form(cls.traits, request)
         and (not request.decode or cls.traits.state is not None)
         and (not request.cross or cls.traits.cross)
-        and (choice := _weigh(name, request, rows, results, quality, at)) is not None
     ]
+    weighed = {name: _weigh(name, request, rows, results, quality, at) for name in able}
+    choices = [choice for choice in weighed.values() if choice is not None]
     if not choices:
         raise ValueError(f"{figures.origin} hold no mechanism that can do this at T = {at}: run `subquad compare`")
     # recommend exact softmax unless an approximation is clearly cheaper
@@ -100,7 +102,7 @@ def _advise(figures: Figures, request: Request) -> Advice:
     verdict = _verdict(best[0], request, rows, choices, at)
     if at != request.length:
         verdict += f"; T = {request.length:,} was not measured, the nearest that was is {at:,}"
-    return Advice(where, verdict, best)
+    return Advice(where, verdict, best, tuple(name for name in able if weighed[name] is None))
 
 
 def find(request: Request, source: Path | None = None) -> Figures:

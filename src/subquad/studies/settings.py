@@ -134,20 +134,21 @@ def parse_mechanisms(text: str) -> tuple[str, ...]:
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """ "512, 4k, 16k": k is 1,024."""
+    """ "512, 4k, 1m": k is 1,024, and m 1,024 k."""
     lengths = []
     for part in text.lower().replace("_", "").split(","):
-        number, factor = (part.strip()[:-1], 1024) if part.strip().endswith("k") else (part.strip(), 1)
+        word = part.strip()
+        number = word[:-1] if word.endswith(("k", "m")) else word
         if not number.isdecimal() or len(number) > 15:
-            refuse("lengths", text, "whole numbers with commas between them, such as 512,4096 or 4k,16k")
-        lengths.append(int(number) * factor)
+            refuse("lengths", text, "whole numbers with commas between them, such as 512,4096 or 4k,1m")
+        lengths.append(int(number) * {"k": 1024, "m": 1024**2}.get(word[-1], 1))
     return tuple(lengths)
 
 
 def parse_length(text: str) -> int:
-    """ "16000" or "16k": k is 1,024."""
+    """ "16000", "16k" or "1m", as `parse_lengths` reads them."""
     try:
         (length,) = parse_lengths(text)
     except ValueError:
-        refuse("length", text, "a whole number, such as 16000 or 16k")
+        refuse("length", text, "a whole number, such as 16000, 16k or 1m")
     return length

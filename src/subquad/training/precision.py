@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from subquad.gradients import once_differentiable
 from subquad.training.pieces import in_pieces
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,7 +84,7 @@ class _Cast(torch.autograd.Function):
         return _cast(tensors, [dtype] * len(tensors))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [(n, grad) for n, grad in enumerate(grads) if grad is not None]
         cast = iter(_cast(tuple(grad for _, grad in given), [ctx.dtypes[n] for n, _ in given]))

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
+from subquad.gradients import refuse_second
 from subquad.ops.feature_maps import FUSED
-from subquad.ops.linear import chunked, fused
+from subquad.ops.impl import transformed
+from subquad.ops.linear import chunked, fused, plain
 from subquad.ops.linear.spec import INPUTS, SPEC, Inputs, Spec
 
 _PATHS: dict[str, Any] = {"torch": chunked, "triton": fused}  # each has outputs, forward and backward
@@ -24,11 +25,13 @@ def attend(x: Inputs, spec: Spec, impl: str) -> tuple[Tensor, Tensor, Tensor]:
     """o [B, T, H, V] and the states after the last token, s [N, H, K, V] and z [N, H, K]; `api` checks the inputs."""
     if spec.feature_map not in FUSED:
         raise ValueError(f"feature_map={spec.feature_map!r}: the operators accept {', '.join(map(repr, FUSED))}")
+    if transformed():
+        return plain.attend(x, spec)
     if impl == "triton":
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in x[:3])
         s0, z0 = (None if t is None else t.to(fused.state_type(q)).contiguous() for t in (x.s0, x.z0))
         x = x._replace(q=q, k=k, v=v, s0=s0, z0=z0)
-    # torch.func's gradients are not seen in requires_grad, and the torch path keeps no more when it saves
+    # the torch path keeps no more when it saves
     save = impl == "torch" or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x))
     work: Callable[..., Any] = torch.ops.subquad.linear_attention
     if impl == "triton" and _eager(x.q):
@@ -38,10 +41,13 @@ def attend(x: Inputs, spec: Spec, impl: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def operator(name: str, inputs: str, results: int, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    """Register subquad::<name>. One that computes gradients, <name>_backward, refuses to be differentiated again."""
     returned = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
     torch.library.define(f"subquad::{name}", f"({inputs}) -> {returned}")
     torch.library.impl(f"subquad::{name}", "CompositeExplicitAutograd", run)
     torch.library.register_fake(f"subquad::{name}", shapes)
+    if name.endswith("_backward"):
+        torch.library.register_autograd(f"subquad::{name}", refuse_second)
 
 
 def _joined(args: Sequence[Any]) -> tuple[Inputs, Spec, Sequence[Any]]:
@@ -105,6 +111,8 @@ def _gradient(ctx: Any, do: Tensor | None, ds: Tensor | None, dz: Tensor | None,
         raise RuntimeError("linear_attention was called with save=False, so it kept nothing for a backward pass")
     tensors = ctx.saved_tensors  # read once: checkpointing computes them at every reading
     inputs, done = tensors[:_N], tensors[_N:]
+    if torch.is_grad_enabled():  # the gradients will be differentiated themselves
+        return _plain_gradient(ctx, inputs, (do, ds, dz))
     do = torch.zeros_like(done[0]) if do is None else do
     if ctx.spec[-1] == "triton" and _eager(do):
         x, spec = _joined((*inputs, *ctx.spec))[:2]
@@ -116,13 +124,18 @@ def _gradient(ctx: Any, do: Tensor | None, ds: Tensor | None, dz: Tensor | None,
     return dq, dk, dv, dg, None, None, ds0, dz0, *[None] * (_M + 2)
 
 
+def _plain_gradient(ctx: Any, inputs: Sequence[Any], grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    spec = Spec(*ctx.spec[:_M])
+    return *plain.gradients(lambda *x: plain.attend(Inputs(*x), spec), inputs, grads), *[None] * (_M + 2)
+
+
 torch.library.register_autograd("subquad::linear_attention", _gradient, setup_context=_setup)
 
 
 class _Eager(torch.autograd.Function):
     """The same operator without the dispatcher, whose layers would take longer than the kernels."""
 
-    backward = staticmethod(once_differentiable(_gradient))  # type: ignore[assignment]
+    backward = staticmethod(_gradient)
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.ops.linear import rule_chunked, rule_fused
+from subquad.ops.impl import transformed
+from subquad.ops.linear import plain, rule_chunked, rule_fused
 from subquad.ops.linear.operators import filled, operator
 from subquad.ops.linear.spec import RuleInputs, arguments
 
@@ -19,6 +20,8 @@ def recur(x: RuleInputs, wide: bool, impl: str) -> tuple[Tensor, Tensor]:
 
     The arguments have been checked.
     """
+    if transformed():
+        return plain.recur(x, wide)
     x = x if x.s0 is None else x._replace(s0=x.s0.contiguous())
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     o, s, *_ = torch.ops.subquad.linear_attention_rule(*x, wide, impl, save or impl == "torch")
@@ -57,7 +60,7 @@ operator("linear_attention_rule_backward", _GRADIENTS, 6, _backward, _backward_s
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, ctx.impl, ctx.saved = inputs[_N:]
+    ctx.wide, ctx.impl, ctx.saved = inputs[_N:]
     ctx.set_materialize_grads(False)
     if ctx.saved:
         ctx.save_for_backward(*inputs[:_N], *output)
@@ -68,6 +71,9 @@ def _gradient(ctx: Any, do: Tensor | None, ds: Tensor | None, _kept: Tensor | No
         raise RuntimeError("linear_attention was called with save=False, so it kept nothing for a backward pass")
     tensors = ctx.saved_tensors  # read once: checkpointing computes them at every reading
     x, done = RuleInputs(*tensors[:_N]), tensors[_N:]
+    if torch.is_grad_enabled():  # the gradients will be differentiated themselves
+        wide = ctx.wide
+        return *plain.gradients(lambda *x: plain.recur(RuleInputs(*x), wide), x, (do, ds)), None, None, None
     do = torch.zeros_like(done[0]) if do is None else do
     made: Sequence[Tensor] = torch.ops.subquad.linear_attention_rule_backward(do, ds, *x, ctx.impl, *done)
     dq, dk, dv, dgate, dbeta, ds0 = (None if t is None else g for t, g in zip(_differentiable(x), made, strict=True))

@@ -10,6 +10,13 @@ k here is φ(k). a = exp(log_gate) is one number per head, or one per head and c
 are divided where normalize is on, obeys the rule as if it were one more column of S with values of one:
 z ← Diag(a) z + k, or z ← z + β k (1 - zᵀk).
 
+ONNX's operator has a scale, but no feature map and no divisor. Its output and its present state are
+
+    linear_attention(scale * q, k, v, rule=rule, feature_map="identity", normalize=False, log_gate=decay, beta=beta,
+                     initial_state=LinearState(past_state, zeros [B, H, K]), return_state=True)
+
+with heads apart ([B, T, H·D] there), and k, v, decay and beta repeated where several query heads share them.
+
 `linear`, and `gated` with a number per head, are sums of outer products, computed by chunked.py and kernels_triton.py.
 The others multiply the state by a matrix at each token: rule_chunked.py and rule_kernels_triton.py compute them.
 """

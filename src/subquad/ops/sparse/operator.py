@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad.ops.impl import transformed
 from subquad.ops.precision import wide_type
-from subquad.ops.sparse import torch_path
+from subquad.ops.sparse import plain, torch_path
 from subquad.ops.sparse.spec import Inputs, Spec
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? lengths, Tensor? key_lengths"
@@ -19,6 +20,8 @@ SPEC = "str pattern, SymInt[] draws, SymInt[] shifts, bool causal, float scale, 
 
 def attend(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     """o [B, T, H, D] and its log-sum-exp [B, T, H], with gradients."""
+    if transformed():
+        return plain.attend(x, spec)
     return torch.ops.subquad.sparse(*x, *spec)
 
 
