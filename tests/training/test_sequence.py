@@ -171,7 +171,7 @@ def _survive(rank: int, out: Path) -> None:
 
     def die_at_step_four(self: Any, feed: Any, seconds: float) -> None:
         if self.step == 4 and rank == 1:
-            ranks.exchanges.Prefix.backward = staticmethod(lambda *_: _die(out))  # type: ignore[assignment]
+            ranks.exchanges.Prefix.backward = staticmethod(lambda *_: _die(out))  # type: ignore[method-assign]
         update(self, feed, seconds)
 
     loop_module.Run._update = die_at_step_four  # type: ignore[method-assign]
