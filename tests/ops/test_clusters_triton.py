@@ -109,6 +109,20 @@ def both(name: str, **options: Any) -> list[Any]:
     ],
 )
 def test_interpreted_mechanisms(name: str, options: dict[str, Any], ragged: bool) -> None:
+    agree(name, options, ragged)
+
+
+@interpreted
+@pytest.mark.parametrize("improved", [True, False])
+def test_a_gpu_with_less_shared_memory_takes_groups_in_parts(improved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from subquad.ops import groups_triton
+
+    monkeypatch.setattr(groups_triton, "_part", lambda *_: 16)
+    options = {"clusters": 32, "topk": 3, "bits": 16, "iterations": 2, "block": 6, "causal": True}
+    agree("clustered", {**options, "improved": improved}, ragged=False)
+
+
+def agree(name: str, options: dict[str, Any], ragged: bool) -> None:
     torch.manual_seed(0)
     results, x = [], torch.randn(B, 40, 2 * K)
     for mix in both(name, **options):

@@ -214,9 +214,9 @@ def test_compiles_without_a_graph_break() -> None:
 
 def test_what_the_kernels_leave_to_torch() -> None:
     q, w = torch.randn(1, 4, 2, 16), torch.randn(2, 8, 16)
-    assert not featured.fuses("auto", q, q, q, w)  # a CPU
-    assert not featured.fuses("torch", q, q, q, w)
-    assert not featured.fuses("triton", q, q, q, w.requires_grad_())
+    assert not featured.fuses("auto", q, q, q, w, False)  # a CPU
+    assert not featured.fuses("torch", q, q, q, w, False)
+    assert not featured.fuses("triton", q, q, q, w.requires_grad_(), False)
     assert not normalised.fuses("triton", q.double(), q.double(), q.double())
     assert not normalised.fuses("triton", q, q, q.half())
 
@@ -229,10 +229,15 @@ def test_tiles_fit_into_the_shared_memory_of_a_device(room: int, monkeypatch: py
 
     for width in (16, 64, 80, 128, 256):
         for size in (2, 4):
-            cfg = featured_triton.config("back_k", width, width, 256, size, room)
             tile = featured_triton.block_of(width, size)
-            assert featured_triton.shared("back_k", cfg.chunk, cfg.features, tile, tile, size) <= room
-            assert normalised_triton.config("back_k", width, width, size, room).chunk >= 16
+            for kernel in ("back_q", "back_k"):
+                cfg = featured_triton.config(kernel, width, width, 256, size, room, True)
+                needed = featured_triton.shared(kernel, cfg.chunk, cfg.features, tile, tile, size, True)
+                assert needed <= room or (kernel, size, width) == ("back_q", 4, 256)
+            tile = featured_triton.block_of(width, size)
+            for causal in (True, False):
+                chunk, block, *_ = normalised_triton.config("back_k", width, width, size, room, causal)
+                assert normalised_triton.shared(chunk, tile, block, size, causal) <= room
 
 
 @compiled

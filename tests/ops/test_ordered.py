@@ -117,6 +117,10 @@ def cases() -> dict[str, tuple[Any, ...]]:
 @interpreted
 @pytest.mark.parametrize("name", list(cases()))
 def test_interpreted_kernels_are_the_definition(name: str) -> None:
+    agree(name)
+
+
+def agree(name: str) -> None:
     order, rule, size, shared = cases()[name]
     q, k, v = (torch.randn(B, n, H, D, dtype=torch.float64) for n in (T, size, size))
     given = [q, v] if shared else [q, k, v]
@@ -127,6 +131,17 @@ def test_interpreted_kernels_are_the_definition(name: str) -> None:
         results.append([o, *torch.autograd.grad((o * weights.to(dtype)).sum(), inputs)])
     for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["reformer", "balanced", "clustered"])
+def test_a_gpu_with_less_shared_memory_takes_each_tile_as_two(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from subquad.ops import ordered_triton
+
+    monkeypatch.setattr(ordered, "TILE", 32)
+    halved = ordered_triton.Config(16, 16, 4, 1)
+    monkeypatch.setattr(ordered_triton, "config", lambda *_: halved)
+    agree(name)
 
 
 @interpreted
@@ -167,7 +182,7 @@ def test_compiles_for_hopper(kernel: str, dtype: str, width: int, lists: bool) -
     from subquad.ops import ordered_triton
 
     fn = getattr(ordered_triton, kernel)
-    how = ordered_triton.fitting(width * (2 if dtype == "bf16" else 6), 64, 227 * 1024)
+    how = ordered_triton.fits(width * (2 if dtype == "bf16" else 6), 64, 227 * 1024)
     sides = (how.inner, 64) if kernel == "dkv_of" else (64, how.inner)
     flags = {"CODES": not lists, "AHEAD": 0, "CAUSAL": True, "APART": not lists, "UNIT": not lists, "LISTS": lists}
     flags |= {} if kernel == "dkv_of" else {"LOW": lists}
@@ -196,9 +211,10 @@ def test_compiles_for_hopper(kernel: str, dtype: str, width: int, lists: bool) -
 
 def test_smaller_devices_get_smaller_tiles() -> None:
     pytest.importorskip("triton")
-    from subquad.ops.ordered_triton import fitting
+    from subquad.ops.ordered_triton import fits
 
-    wide = [fitting(512, 64, room * 1024) for room in (227, 99, 64)]
+    wide = [fits(512, 64, room * 1024) for room in (227, 99, 64)]
     assert [how.inner for how in wide] == sorted((how.inner for how in wide), reverse=True)
     assert wide[-1].stages == 1
-    assert fitting(128, 64, 99 * 1024) == fitting(128, 64, 227 * 1024)
+    assert fits(128, 64, 99 * 1024) == fits(128, 64, 227 * 1024)
+    assert [fits(768, 64, room * 1024).tile for room in (227, 99)] == [64, 32]

@@ -116,7 +116,7 @@ class Performer(Kernelised):
 
     def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         # sines cancel until only the rounding errors of 16 bits are left
-        return self.options.kernel != "trig" and fuses(self.options.impl, q, k, v, self.directions)
+        return self.options.kernel != "trig" and fuses(self.options.impl, q, k, v, self.directions, self.options.causal)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, state: State | None = None) -> Result:
         """By kernels that compute features where they use them: nothing of size [B, T, H, M] exists."""

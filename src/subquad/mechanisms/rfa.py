@@ -116,7 +116,7 @@ class RFA(Kernelised):
         return super()._step(x, state, inplace)
 
     def _fuses(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        return self.gate is None and fuses(self.options.impl, q, k, v, self.directions)
+        return self.gate is None and fuses(self.options.impl, q, k, v, self.directions, self.options.causal)
 
     def _fused(
         self, q: Tensor, k: Tensor, v: Tensor, squares: Tensor, lengths: Tensor | None, state: State | None = None

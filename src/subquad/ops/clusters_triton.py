@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import Plan, blocks_of, launch, tile_of
+from subquad.ops.launch import Plan, blocks_of, fitting, launch, shared_memory, tile_of
 from subquad.ops.sparse.kernels import _rows
 
 TOKENS = 64  # of a program
@@ -126,15 +126,19 @@ def nearest(x: Tensor, centroids: Tensor, signed: bool) -> Tensor:
     (batch, size, heads, width), (rounds, number) = x.shape, c.shape[-3:-1]
     into = torch.empty(batch, heads, rounds, size, dtype=torch.int32, device=x.device)
     wide = tile_of(width)
+    block = min(64, tile_of(number)) if wide < 256 else 16
+    tokens = fitting(
+        (TOKENS, TOKENS // 2), lambda n: (2 * n + block) * wide * c.element_size(), shared_memory(x.device)
+    )
     constants = {
-        "x_stride": x.stride(1), "H": heads, "R": rounds, "SIGNED": signed, "D": width, "BD": wide, "BT": TOKENS,
-        "BN": min(64, tile_of(number)) if wide < 256 else 16, "PRECISION": _precision(c.dtype),
+        "x_stride": x.stride(1), "H": heads, "R": rounds, "SIGNED": signed, "D": width, "BD": wide, "BT": tokens,
+        "BN": block, "PRECISION": _precision(c.dtype),
     }  # fmt: skip
     numbers = (x.stride(0), x.stride(2), c.stride(0) if c.ndim == 5 else 0, size, number)
     launch(
         nearest_kernel,
         (x, c, into),
-        Plan((blocks_of(size, TOKENS) * batch * heads, rounds), numbers, constants, stages=2),
+        Plan((blocks_of(size, tokens) * batch * heads, rounds), numbers, constants, stages=2),
     )
     return into
 

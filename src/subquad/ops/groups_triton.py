@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import Plan, launch, tile_of
+from subquad.ops.launch import Plan, fitting, launch, shared_memory, tile_of
 from subquad.ops.sparse.kernels import LN2, LOG2E, _rows, _store
 
 CHANGING = ["T", "M", "first", "stop"]
@@ -292,6 +292,18 @@ def _plan(kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], constant
     return Plan(grid, numbers, {name: value for name, value in constants.items() if name in names}, warps)
 
 
+def _part(constants: dict[str, Any], q: Tensor) -> int:
+    """How many groups `scan_back` takes at a time: all, or a part of which all are made."""
+    groups, wide, block, whole = (constants[name] for name in ("N", "BD", "BB", "BN"))
+    split = 2 if q.dtype == torch.float32 else 1  # a product of float32 splits its operands
+    parts = [whole, *(n for n in (64, 32, 16) if n < whole and groups % n == 0)]
+
+    def needed(n: int) -> int:
+        return max(split * 4 * n * wide + n * block, split * block * wide) * q.element_size()
+
+    return fitting(parts, needed, shared_memory(q.device))
+
+
 def read(
     q: Tensor, k: Tensor, v: Tensor, centroids: Tensor, label: Tensor, levels: Tensor, block: int, topk: int,
     scale: float,
@@ -342,8 +354,14 @@ def read_back(
         ),
         _plan(pick_back, (blocks, batch * heads), numbers, constants),
     )  # fmt: skip
+    part = _part(constants, q)
     for level in range(count if blocks > 1 else 0):
         first, stop = 1 << level, min(2 << level, blocks)
-        plan = _plan(scan_back, (batch * heads,), (*strides, scale * LOG2E.value, size, blocks, first, stop), constants)
-        launch(scan_back, (centroids[level], k, v, o, lse, dgroup, dmass, dlists, dk, dv, dc[level]), plan)
+        numbers = (*strides, scale * LOG2E.value, size, blocks, first, stop)
+        plan = _plan(scan_back, (batch * heads,), numbers, constants | {"BN": part})
+        for n in range(0, groups, part):  # one part of the groups after the other, which add to dk and dv
+            rows = (x.flatten(0, -2)[n:] for x in (centroids[level], o, dgroup, dlists, dc[level]))
+            ct, ot, group, lists, into = rows
+            mass, dm = (x.flatten()[n:] for x in (lse, dmass))
+            launch(scan_back, (ct, k, v, ot, mass, group, dm, lists, dk, dv, into), plan)
     return dq, dk.to(k.dtype), dv.to(v.dtype), dc.to(centroids.dtype)

@@ -34,6 +34,14 @@ def choose(impl: str, op: str, x: Tensor, unsupported: str | None = None) -> Lit
     return "torch"
 
 
+def too_large(x: Tensor, needed: int) -> str | None:
+    """What stands against kernels for tensors like `x` whose programs take so many bytes of shared memory."""
+    if x.device.type != "cuda":
+        return None
+    room: int = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return None if needed <= room else f"it takes {needed} bytes of shared memory, and this GPU has {room}"
+
+
 def traced() -> bool:
     """A compiler fuses plain expressions, and torch.func and exported programs can only differentiate those."""
     return torch.compiler.is_compiling() or transformed()

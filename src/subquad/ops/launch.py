@@ -8,9 +8,9 @@ with other versions every call is `kernel[grid](...)`.
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -32,6 +32,9 @@ if INTERPRETED and _is_known:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+Choice = TypeVar("Choice")
 
 
 class Plan(NamedTuple):
@@ -120,6 +123,14 @@ def shared_memory(device: torch.device) -> int:
         return 2**20
     size: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     return size
+
+
+def fitting(choices: Iterable[Choice], needed: Callable[[Choice], int], room: int) -> Choice:
+    """The first choice, the best first, of which a program needs at most so much shared memory; or the last one."""
+    for choice in choices:
+        if needed(choice) <= room:
+            break
+    return choice
 
 
 @lru_cache

@@ -6,7 +6,6 @@ Rounds are softmaxes over disjoint sets of keys: forward merges them by their lo
 after the other. All exponentials are in base 2.
 """
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, fitting, launch, shared_memory, tile_of
 from subquad.ops.sparse.kernels import LN2, LOG2E, _rows, _store
 
 EPS = tl.constexpr(1e-6)  # of the length of a key, as in torch.nn.functional.normalize
@@ -343,27 +342,34 @@ def collect(
 
 
 class Config(NamedTuple):
+    tile: int  # places of a program
     inner: int  # places of the other side at a time
     warps: int
     stages: int
     registers: int = 255
 
 
-@lru_cache(maxsize=64)
-def config(row: int, tile: int, device: int | None) -> Config:
+def config(row: int, tile: int, device: torch.device) -> Config:
     """For rows of so many bytes, on this device. Rows of float32 count half as much again: products split them."""
     if INTERPRETED:
-        return Config(tile, 4, 1)
-    return fitting(row, tile, triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"])
+        return Config(tile, tile, 4, 1)
+    return fits(row, tile, shared_memory(device))
 
 
-def fitting(row: int, tile: int, room: int) -> Config:
+def fits(row: int, tile: int, room: int) -> Config:
     """What fits into so many bytes of shared memory."""
-    inner, warps, stages = tile if row <= 256 else tile // 2, 4 if row <= 128 else 8, 2
-    # a tile of both kinds, the rows of the other side, once for each stage and once for a product, and the scores
-    while row * (2 * tile + (2 * stages + 1) * inner) + 8 * tile * inner > room and (stages, inner) != (1, 16):
-        stages, inner = (1, inner) if stages > 1 else (1, inner // 2)
-    return Config(inner, warps, stages)
+    inner, warps = tile if row <= 256 else tile // 2, 4 if row <= 128 else 8
+    choices = [Config(tile, inner, warps, 2)]
+    while inner >= 16:
+        choices.append(Config(tile, inner, warps, 1))
+        inner //= 2
+    choices.append(Config(tile // 2, 16, 4, 1))
+
+    def needed(how: Config) -> int:
+        # a tile of both kinds, the rows of the other side, once for each stage and once for a product, and the scores
+        return row * (2 * how.tile + (2 * how.stages + 1) * how.inner) + 8 * how.tile * how.inner
+
+    return fitting(choices, needed, room)
 
 
 class Call(NamedTuple):
@@ -375,7 +381,7 @@ class Call(NamedTuple):
     lengths: Tensor  # [B, H, S], 1/|k|, if keys count as vectors of length 1
     order: Any
     rule: Any
-    tile: int
+    how: Config
 
     @property
     def codes(self) -> bool:
@@ -413,7 +419,7 @@ class Call(NamedTuple):
         the kernel over tiles of keys."""
         batch, size, heads, width = self.q.shape
         wide, dtype = tile_of(width), self.q.dtype
-        how = config(max(wide, 64) * (6 if dtype == torch.float32 else 2), self.tile, self.q.device.index)
+        how = self.how
         names = ("q_stride", "k_stride", "v_stride", "do_stride")
         by_keys = bool(more)
         numbers = (
@@ -426,8 +432,8 @@ class Call(NamedTuple):
                 **{name: t.stride(1) for name, t in zip(names, strides, strict=False)},
                 "H": heads, "R": self.rounds, "CODES": self.codes, "AHEAD": int(self.rule.ahead),
                 "CAUSAL": self.rule.causal, "APART": self.rule.apart, "UNIT": self.rule.unit, "LISTS": self.lists,
-                "D": width, "BD": wide, "BM": how.inner if by_keys else self.tile,
-                "BN": self.tile if by_keys else how.inner, **({} if by_keys else {"LOW": self.low}),
+                "D": width, "BD": wide, "BM": how.inner if by_keys else how.tile,
+                "BN": how.tile if by_keys else how.inner, **({} if by_keys else {"LOW": self.low}),
                 # three tensor core products make a full float32 product
                 "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
             },
@@ -448,14 +454,25 @@ def _call(q: Tensor, k: Tensor | None, v: Tensor, order: Any, rule: Any) -> Call
         constants = {"x_stride": k.stride(1), "H": heads, "D": width, "BD": wide, "BM": max(16, 4096 // wide)}
         plan = Plan((blocks_of(size, constants["BM"]), batch * heads), (k.stride(0), k.stride(2), size), constants)
         launch(one_over_lengths, (k, lengths), plan)
-    return Call(q, k, v, lengths, order, rule, TILE)
+    how = config(max(tile_of(q.shape[3]), 64) * (6 if q.dtype == torch.float32 else 2), TILE, q.device)
+    if how.tile < TILE:
+        order = order._replace(queries=_halves(order.queries, how.tile), keys=_halves(order.keys, how.tile))
+    return Call(q, k, v, lengths, order, rule, how)
+
+
+def _halves(table: Tensor, tile: int) -> Tensor:
+    """Each tile of the table as two with so many places, [rows, 2N, 4]."""
+    first, stop, *others = table.unbind(-1)
+    middle = torch.minimum(first + tile, stop)
+    halves = [torch.stack((*ends, *others), -1) for ends in ((first, middle), (middle, stop))]
+    return torch.stack(halves, 2).flatten(1, 2)
 
 
 def attend(q: Tensor, k: Tensor | None, v: Tensor, order: Any, rule: Any) -> tuple[Tensor, Tensor, Tensor]:
     """o [B, T, H, D] and the log-sum-exp in base 2. For backward the results of places, if tokens stand at several, and
     the low digits of results: [0 to 2, B, T, H, D]."""
     call = _call(q, k, v, order, rule)
-    batch, size, heads, width = call.q.shape
+    order, (batch, size, heads, width) = call.order, call.q.shape
     rounds, row, tiles = call.rounds, call.row, order.queries.shape[1]
     own = v.new_empty(call.lists + call.low, batch, row, heads, width)
     part = own[:1] if call.lists else v.new_empty(rounds, batch, row, heads, width)
@@ -484,6 +501,7 @@ def gradients(
     do: Tensor, o: Tensor, lse: Tensor, own: Tensor, q: Tensor, k: Tensor | None, v: Tensor, order: Any, rule: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     call, shared = _call(q, k, v, order, rule), k is None
+    order = call.order
     do = do if do.stride(-1) == 1 else do.contiguous()
     (batch, size, heads, width), row, rounds = call.q.shape, call.row, call.rounds
     delta, share, back = torch.empty_like(lse), lse, (lse, lse)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from subquad import ranks
-from subquad.ops.impl import Impl, choose, exporting
+from subquad.ops.impl import Impl, choose, exporting, too_large
 from subquad.ops.lengths import keep
 from subquad.ops.linear.operators import operator
 from subquad.ops.prefix import running_max
@@ -90,7 +90,7 @@ def featured_attention(x: Inputs, spec: Spec, state: bool = False) -> Result:
     return Result(*torch.ops.subquad.featured_attention(*x, *spec, state)[:4])
 
 
-def fuses(impl: Impl, q: Tensor, k: Tensor, v: Tensor, directions: Tensor) -> bool:
+def fuses(impl: Impl, q: Tensor, k: Tensor, v: Tensor, directions: Tensor, causal: bool) -> bool:
     """Whether the kernels can take this call; otherwise features go through memory into `linear_attention`."""
     if ranks.active() is not None or exporting() or directions.requires_grad:
         return False
@@ -98,9 +98,11 @@ def fuses(impl: Impl, q: Tensor, k: Tensor, v: Tensor, directions: Tensor) -> bo
         return False
     if any(t.numel() == 0 for t in (q, k, v, directions)):
         return False
-    return choose(impl, "featured_attention", q) == "triton"
+    wide = causal and q.dtype != torch.bfloat16 and max(q.shape[-1], v.shape[-1]) > 128
+    return choose(impl, "featured_attention", q, too_large(q, WIDEST) if wide else None) == "triton"
 
 
+WIDEST = 114688  # bytes of shared memory that the smallest tile of causal heads of 256 takes in float32
 _N, _M = len(Inputs._fields), len(Spec._fields)
 
 

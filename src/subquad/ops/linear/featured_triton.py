@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, fitting, launch, shared_memory, tile_of
 from subquad.ops.linear import featured_kernels_triton as kernels
 from subquad.ops.linear.featured import KINDS, Inputs, Spec, Weights
 
@@ -24,14 +24,15 @@ class Config(NamedTuple):
     stages: int = 1
 
 
-def config(kernel: str, width_k: int, width_v: int, count: int, itemsize: int, room: int) -> Config:
+def config(
+    kernel: str, width_k: int, width_v: int, count: int, itemsize: int, room: int, causal: bool
+) -> Config:  # fmt: skip
     """Launch parameters from shapes alone. `room`: the shared memory that the device gives one program."""
     k, v = block_of(width_k, itemsize), block_of(width_v, itemsize)
-    chunk = 64 if itemsize == 2 else 32
-    features = min(chunk, block_of(count, itemsize))
-    while chunk > 16 and shared(kernel, chunk, features, k, v, itemsize) > room:
-        chunk //= 2
-        features = min(features, chunk)
+    chunks = (64, 32, 16) if itemsize == 2 else (32, 16)
+    most = block_of(count, itemsize)
+    chunk = fitting(chunks, lambda n: shared(kernel, n, min(n, most), k, v, itemsize, causal), room)
+    features = min(chunk, most)
     wide = max(k, v) > 64 or itemsize > 2
     return Config(chunk, features, 8 if wide or kernel == "back_k" else 4, 2 if kernel == "walk" and not wide else 1)
 
@@ -42,18 +43,14 @@ def block_of(width: int, itemsize: int) -> int:
     return max(tile_of(width), 64 if itemsize == 2 else 16)
 
 
-def shared(kernel: str, chunk: int, features: int, k: int, v: int, itemsize: int) -> int:
+def shared(kernel: str, chunk: int, features: int, k: int, v: int, itemsize: int, causal: bool) -> int:
     """About the bytes that a program needs there: tiles of tokens, directions, sums, features and scores."""
     tiles = chunk * (k + v) + features * (k + v) + 2 * chunk * features
     if kernel.startswith("back") or kernel == "read":
         tiles += chunk * (k + v) + chunk * chunk
+    if kernel == "back_q" and itemsize == 4 and causal:  # a product of float32 splits its operands
+        tiles += chunk * max(k, v)
     return tiles * itemsize
-
-
-def room_of(x: Tensor) -> int:
-    if x.device.type != "cuda":
-        return 1 << 30
-    return int(torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 class Call:
@@ -67,9 +64,9 @@ class Call:
         self.work = _WORK.get(x.q.dtype, torch.float32)
         self.wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
         self.size = 2 if x.q.dtype == torch.bfloat16 else self.work.itemsize
-        room = room_of(x.q)
+        room = shared_memory(x.q.device)
         self.configs = {
-            name: config(name, self.width_k, self.width_v, self.count, self.size, room)
+            name: config(name, self.width_k, self.width_v, self.count, self.size, room, spec.causal)
             for name in ("peaks", "walk", "read", "back_q", "back_k")
         }
         # sums are before each chunk, so all who read them have the same chunks, and the same blocks of features

@@ -7,25 +7,38 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from subquad.ops.launch import INTERPRETED, Plan, blocks_of, launch, tile_of
+from subquad.ops.launch import INTERPRETED, Plan, blocks_of, fitting, launch, shared_memory, tile_of
 from subquad.ops.lengths import zero_padding
 from subquad.ops.linear import normalised_kernels_triton as kernels
-from subquad.ops.linear.featured_triton import PROGRAMS, Config, block_of, room_of
+from subquad.ops.linear.featured_triton import PROGRAMS, Config, block_of
 from subquad.ops.linear.normalised import NOTHING, Inputs, Last
 
 _WORK = {torch.bfloat16: torch.float32 if INTERPRETED else torch.bfloat16, torch.float64: torch.float64}
 _TL = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
-def config(kernel: str, width_k: int, width_v: int, itemsize: int, room: int) -> Config:
+def config(kernel: str, width_k: int, width_v: int, itemsize: int, room: int, causal: bool) -> Config:
     """Launch parameters from shapes alone; `features` are columns of V. `room`: shared memory for one program."""
     k = block_of(width_k, itemsize)
     chunk, block = 64 if itemsize == 2 and k <= 128 else 32, min(block_of(width_v, itemsize), 64)
     while chunk > 16 and (6 * chunk * k + 2 * chunk * block + 2 * k * block + chunk * chunk) * itemsize > room:
         chunk //= 2
+    blocks = [block] if itemsize > 4 else [n for n in (64, 32, 16) if n <= block]
+    block = fitting(blocks, lambda n: shared(chunk, k, n, itemsize, causal), room)
     wide = k > 64 or itemsize > 2
     heavy = kernel in ("back_k", "back_q", "walk_queries")
     return Config(chunk, block, 8 if wide or heavy else 4, 2 if kernel == "walk_keys" and not wide else 1)
+
+
+def shared(chunk: int, k: int, block: int, itemsize: int, causal: bool) -> int:
+    """The bytes that a program of the kernel that takes most needs there."""
+    parts = 2 if itemsize > 2 else 1  # a product of float32 splits its operands
+    # `read`, and `back_k` if not causal: sums, which are float32 if not causal, and rows of tokens
+    sums = 2 * k * block * (itemsize if causal else max(itemsize, 4))
+    tokens = (parts * chunk * k + chunk * block) * itemsize
+    # `back_k` if causal
+    back = (3 * parts * chunk * k + 2 * chunk * block) * itemsize
+    return max(sums + tokens, back)
 
 
 class Call:
@@ -39,11 +52,11 @@ class Call:
         self.work = _WORK.get(x.q.dtype, torch.float32)
         self.wide = torch.float64 if x.q.dtype == torch.float64 else torch.float32
         self.size = 2 if x.q.dtype == torch.bfloat16 else self.work.itemsize
-        self.room = room_of(x.q)
+        self.room = shared_memory(x.q.device)
         self.chunk = self.config("back_k").chunk
 
     def config(self, kernel: str) -> Config:
-        return config(kernel, self.width_k, self.width_v, self.size, self.room)
+        return config(kernel, self.width_k, self.width_v, self.size, self.room, self.causal)
 
     def start(self, name: str, letters: str, tokens: int, segments: int | None, *tensors: Any, **own: Any) -> None:
         """Start a kernel on all chunks, or on so many segments; `letters` are the inputs that it reads, which come

@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
+from subquad.ops.impl import too_large
 from subquad.ops.linear.spec import RuleInputs
 
 CHUNK = 64
+WIDEST = 131072  # bytes of shared memory that heads of 256 take in float32
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]  # o, the last state, the inverse T of each chunk for a delta rule
 
@@ -16,6 +18,8 @@ def unsupported(x: RuleInputs) -> str | None:
         return "float64"
     if max(x.q.shape[-1], x.v.shape[-1]) > 256:
         return f"{x.q.shape[-1]} features and values of width {x.v.shape[-1]}, where at most 256 fit"
+    if x.q.dtype != torch.bfloat16 and x.q.shape[-1] > 128 and (reason := too_large(x.q, WIDEST)):
+        return reason
     if x.beta is not None and x.log_gate is not None and x.log_gate.dim() == 4:
         return "a delta rule with a gate for each channel"
     return None

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from subquad.ops.launch import Plan, blocks_of, launch_by_key, number_of, tile_of
+from subquad.ops.launch import Plan, blocks_of, fitting, launch_by_key, number_of, shared_memory, tile_of
 from subquad.ops.sparse import kernels
 from subquad.ops.sparse.kernels import DENSE, LOG2E, RANDOM, ROWS, STRIP, _dkv, _dq, _far, _forward
 from subquad.ops.sparse.patterns import Atom, Block, Dense, Dilated, Global, Local, Random, Strided, Summary
@@ -36,22 +36,29 @@ class Config(NamedTuple):
     keys: int  # rows of a tile of keys
     warps: int
     stages: int
+    shared: int = 0  # bytes of shared memory that a program takes in float32, whose products split their operands
 
 
 # By the kind of pass and the bytes of a row (one head, at least 128). A kind without an entry uses the part before "_".
 CONFIGS: dict[tuple[str, int], Config] = {
     ("forward", 128): Config(64, 64, 4, 3),
     ("forward", 256): Config(128, 64, 8, 2),
-    ("forward", 512): Config(64, 32, 4, 2),
+    ("forward", 512): Config(64, 32, 4, 2, 114688),
     ("forward_lattice", 128): Config(64, 32, 4, 3),
     ("forward_summary", 128): Config(128, 64, 8, 2),
     ("dq", 128): Config(64, 32, 4, 3),
     ("dq", 256): Config(64, 64, 4, 2),
-    ("dq", 512): Config(64, 32, 4, 1),
+    ("dq", 512): Config(64, 32, 4, 1, 147456),
     ("dkv", 128): Config(64, 64, 4, 3),
-    ("dkv", 256): Config(32, 128, 8, 2),
+    ("dkv", 256): Config(32, 128, 8, 2, 143616),
     ("dkv", 512): Config(32, 32, 4, 1),
     ("dkv_lattice", 128): Config(64, 64, 4, 2),
+}
+# The same for float32 on a GPU without room for those.
+SMALLER: dict[tuple[str, int], Config] = {
+    ("forward", 512): Config(64, 32, 4, 1, 81920),
+    ("dq", 512): Config(32, 32, 4, 2, 98304),
+    ("dkv", 256): Config(32, 64, 4, 2, 76032),
 }
 
 
@@ -190,9 +197,13 @@ class Kind(NamedTuple):
     def width(self) -> int:
         return tile_of(self.sizes[5])
 
-    def config(self, kind: str) -> Config:
-        size = max(128, self.width * self.dtype.itemsize)
-        return CONFIGS.get((kind, size)) or CONFIGS[kind.split("_")[0], size]
+    def config(self, kind: str, room: int) -> Config:
+        """The tiles of a pass on a device with so much shared memory."""
+        size, part = max(128, self.width * self.dtype.itemsize), kind.split("_")[0]
+        best = CONFIGS.get((kind, size)) or CONFIGS[part, size]
+        if self.dtype != torch.float32:
+            return best
+        return fitting((best, SMALLER.get((part, size), best)), lambda config: config.shared, room)
 
     def lattice(self, step: int, config: Config) -> tuple[int, int, int]:
         """pad, shift, low: how the kernels find the residues of a tile."""
@@ -285,7 +296,8 @@ class Call(NamedTuple):
         `numbers` gives its arguments for this kind of call and the number of programs, and is asked once for each kind;
         `own` are those that are not of the kind.
         """
-        config, there = self.kind.config(run.kind), tuple(self.x.q if t is None else t for t in tensors)
+        config = self.kind.config(run.kind, shared_memory(self.x.q.device))
+        there = tuple(self.x.q if t is None else t for t in tensors)
 
         def plan() -> Plan:
             common, programs = numbers(self.kind, run, config)
