@@ -333,10 +333,6 @@ def test_requests_that_cannot_work_are_refused_with_their_limit() -> None:
     }.items():
         with pytest.raises(ValueError, match=match):
             engine.submit(Request(**fields))
-    engine.submit(Request(prompt=(1,) * 20, steps=11))
-    engine.submit(Request(prompt=(1,), steps=1))
-    with pytest.raises(Full, match="queue=2"):
-        engine.submit(Request(prompt=(1,), steps=1))
     with pytest.raises(ValueError, match="at most 30"):
         Engine(make(max_length=30, positions="learned"), capacity=31)
     with pytest.raises(ValueError, match=r"divisor of cache\.every=4"):
@@ -345,6 +341,25 @@ def test_requests_that_cannot_work_are_refused_with_their_limit() -> None:
         Engine(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="23 tokens"):
         Engine(make(), draft=make(vocab=24))
+
+
+def test_requests_of_one_client_are_queued_together_or_not_at_all() -> None:
+    engine = Engine(make(), slots=1, queue=2)
+    request = Request(prompt=(1, 2), steps=3)
+    with pytest.raises(ValueError, match="4 choices at once cannot work: accepted are at most 3, as slots=1"):
+        engine.submit_all([request] * 4)
+    first = engine.submit_all([request] * 2)
+    for _ in range(2):  # whether or not the engine has begun
+        with pytest.raises(Full, match="2 requests run or wait, and 2 come: accepted are at most 3"):
+            engine.submit_all([request] * 2)
+        assert len(engine.known) == 2
+        engine.turn()
+    last = engine.submit_all([request])
+    assert {parts[-1].end for parts in finish(engine, [*first, *last]).values()} == {"length"}
+    with pytest.raises(ValueError, match="prompt holds 23"):
+        engine.submit_all([request, Request(prompt=(23,), steps=1)])
+    assert not engine.known
+    assert len(finish(engine, engine.submit_all([request] * 3))) == 3
 
 
 def test_an_error_of_one_prompt_hurts_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:

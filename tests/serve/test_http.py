@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from subquad.models import LanguageModel
-from subquad.serve import answer, exchange, server
+from subquad.serve import answer, app, engine, exchange, server
 from subquad.serve.metrics import Metrics
 from subquad.serve.request import Drawn, Full, Update
 from subquad.serve.settings import ServeSettings
@@ -225,6 +225,41 @@ def test_neutral_values_are_accepted(live: Live) -> None:
     assert done.status_code == 200, done.text
 
 
+@pytest.fixture(scope="module")
+def real(folder: Path) -> Iterator[Live]:
+    """The real engine behind HTTP."""
+    options = ServeSettings(cache_gb=0.1, device="cpu", slots=4, queue=40)
+    found = Live(server.make_service(str(folder), options))
+    yield found
+    found.stop()
+
+
+@pytest.mark.parametrize(("size", "choices"), [(70_000, 3), (5, 40)])
+def test_a_long_prompt_is_checked_once_and_beside_the_event_loop(
+    real: Live, monkeypatch: pytest.MonkeyPatch, size: int, choices: int
+) -> None:
+    checked, check = list[int | None](), engine._check_tokens
+
+    def note(name: str, tokens: tuple[int, ...], count: int) -> None:
+        if name == "prompt":
+            checked.append(threading.get_ident())
+        check(name, tokens, count)
+
+    monkeypatch.setattr(engine, "_check_tokens", note)
+    monkeypatch.setattr(app, "MANY", 30)
+    with real.http.stream("POST", "/v1/completions", json={"prompt": "a" * size, "n": choices, "stream": True}):
+        pass
+    assert len(checked) == 1
+    assert checked[0] != real.thread.ident
+
+
+def test_more_choices_than_ever_fit_are_refused_for_good(real: Live) -> None:
+    done = real.post("/v1/completions", prompt="x", n=45)
+    assert (done.status_code, done.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert "at most 44, as slots=4 and queue=40" in done.json()["error"]["message"]
+    assert len(real.post("/v1/completions", prompt="x", n=44, max_tokens=2).json()["choices"]) == 44
+
+
 def test_statuses_of_http(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     def status(done: httpx.Response) -> tuple[int, str]:
         return done.status_code, done.json()["error"]["type"]
@@ -300,11 +335,11 @@ def test_a_model_is_called_what_its_folder_is_called(
 
 
 def test_a_body_that_comes_while_the_engine_stops(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(request: Any) -> int:
+    def stopped(*_: Any, **__: Any) -> list[int]:
         live.service.draining = True
         raise Full("the engine stops: no new requests")
 
-    monkeypatch.setattr(live.engine, "submit", stopped)
+    monkeypatch.setattr(live.engine, "submit_all", stopped)
     try:
         done = live.post("/v1/completions", prompt="a")
         assert (done.status_code, done.json()["error"]["code"]) == (503, "shutting_down")

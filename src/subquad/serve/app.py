@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -29,9 +29,13 @@ from subquad.serve.exchange import Exchange, Job
 from subquad.serve.metrics import Metrics
 from subquad.serve.page import page, policy
 from subquad.serve.request import Full
+from subquad.serve.request import Request as Choice
+
+T = TypeVar("T")
 
 logger = logging.getLogger("subquad.serve")
-LARGE = 1 << 16  # bytes of a body that is read in a thread, so that streams do not wait for it
+LARGE = 1 << 16  # bytes of a body that is read in a thread
+MANY = 64  # choices of one that is
 PATIENCE = 30.0  # seconds to send a body
 STALLED = 60.0  # seconds without reading after which a client is cut off
 SAFE = {"cache-control": "no-cache", "referrer-policy": "no-referrer", "x-content-type-options": "nosniff"}
@@ -126,13 +130,12 @@ class Service:
     async def _answer(self, request: Request, read: Callable[[Mapping[str, Any]], Asked]) -> Any:
         self._check_open()
         body = await self._body(request)
-        if len(body) > LARGE:
-            asked = await asyncio.to_thread(_read, body, read)
-        else:
-            asked = _read(body, read)
+        large = len(body) > LARGE
+        asked = await _run(large, lambda: _read(body, read))
         job = Job(self.exchange, asked.stream or bool(asked.stop))
         try:
-            job.submit(requests_of(asked, request.state.owner))
+            many = large or len(asked.prompts) * asked.n > MANY
+            job.submit(await _run(many, lambda: self._requests(asked, request.state.owner)))
         except Full as full:
             self._check_open()  # the engine may have stopped while the body came
             message = f"the queue is full: {full}" if str(full) else "the queue is full"
@@ -143,6 +146,11 @@ class Service:
         answer = Answer(asked, job, self.reader.vocabulary, self.reader.name, lambda *ended: self._ended(path, *ended))
         self.answers.add(answer)
         return answer
+
+    def _requests(self, asked: Asked, owner: str) -> list[Choice]:
+        requests = requests_of(asked, owner)
+        self.exchange.engine.check(requests)
+        return requests
 
     def _check_open(self) -> None:
         if self.draining:
@@ -228,6 +236,11 @@ class Service:
                 if answer.sending is not None and answer.sending < late and answer.task is not None:
                     answer.job.leave(f"the client has not read for {STALLED:.0f} s")
                     answer.task.cancel()
+
+
+async def _run(aside: bool, function: Callable[[], T]) -> T:
+    """Call a function; `aside` in a thread, so that streams do not wait for it."""
+    return await asyncio.to_thread(function) if aside else function()
 
 
 def _read(body: bytes, read: Callable[[Mapping[str, Any]], Asked]) -> Asked:

@@ -10,7 +10,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, get_type_hints
 
@@ -93,7 +93,7 @@ class Engine:
 
     slots     streams that run at the same time; the batch always has that many rows
     capacity  positions that a stream may fill; None: as many as the model has, and 2,048 if its state grows
-    queue     requests that may wait
+    queue     requests that may wait, besides those that run
     cache     keeps states of prompts at multiples of cache.every tokens
     draft     a smaller model that guesses tokens, which the model then checks in one pass
     piece     tokens of a prompt that are read between two steps, from its first one on; it divides cache.every
@@ -171,14 +171,21 @@ class Engine:
 
     # What other threads call
 
-    def check(self, request: Request) -> None:
-        """ValueError if a request cannot work; it names the limit."""
+    def check(self, requests: Sequence[Request]) -> None:
+        """ValueError if one cannot work; it names the limit. A long prompt that several share is looked at once."""
+        known: set[int] = set()
+        for request in requests:
+            if id(request.prompt) not in known:
+                if not request.prompt:
+                    raise ValueError("prompt is empty: at least one token is needed, such as a start token")
+                _check_tokens("prompt", request.prompt, self.vocab)
+                known.add(id(request.prompt))
+            self._check_rest(request)
+
+    def _check_rest(self, request: Request) -> None:
         for name, hint in _HINTS.items():
             check_plain(name, getattr(request, name), hint)
         check_count("steps", request.steps)
-        if not request.prompt:
-            raise ValueError("prompt is empty: at least one token is needed, such as a start token")
-        _check_tokens("prompt", request.prompt, self.vocab)
         _check_tokens("stop", request.stop, self.values)
         request.sampling.check(self.values)
         if request.logprobs is not None and not 0 <= request.logprobs <= self.streams.most:
@@ -194,18 +201,28 @@ class Engine:
 
     def submit(self, request: Request) -> int:
         """Queue a request from any thread; returns its number. Full if the queue is; ValueError if it cannot work."""
-        self.check(request)
+        return self.submit_all((request,))[0]
+
+    def submit_all(self, requests: Sequence[Request], checked: bool = False) -> list[int]:
+        """Queue all of them or none; `checked`: they have passed `check`. ValueError if they never fit."""
+        if not checked:
+            self.check(requests)
+        most = self.slots + self.most
+        limit = f"accepted are at most {most:,}, as slots={self.slots} and queue={self.most}"
+        if len(requests) > most:
+            raise ValueError(f"{len(requests):,} choices at once cannot work: {limit}")
         with self.work:
             if self.closed:
                 raise Full("the engine stops: no new requests")
-            if (waiting := self._queued()) >= self.most:
-                raise Full(f"{waiting} requests wait: accepted are at most queue={self.most}")
-            job = _Job(self.next_number, request)
-            self.next_number += 1
-            self.known[job.number] = job
-            self.waiting.setdefault(request.owner, deque()).append(job)
+            if len(self.known) + len(requests) > most:
+                raise Full(f"{len(self.known):,} requests run or wait, and {len(requests):,} come: {limit}")
+            jobs = [_Job(number, request) for number, request in enumerate(requests, self.next_number)]
+            self.next_number += len(jobs)
+            for job in jobs:
+                self.known[job.number] = job
+                self.waiting.setdefault(job.request.owner, deque()).append(job)
             self.work.notify_all()
-            return job.number
+            return [job.number for job in jobs]
 
     def cancel(self, number: int) -> None:
         """End a request from any thread, such as one whose client has left; a finished one is left alone."""
