@@ -254,6 +254,7 @@ def test_a_long_prompt_is_checked_once_and_beside_the_event_loop(
 
 
 def test_more_choices_than_ever_fit_are_refused_for_good(real: Live) -> None:
+    until(lambda: not real.engine.known)  # those of other tests
     done = real.post("/v1/completions", prompt="x", n=45)
     assert (done.status_code, done.json()["error"]["type"]) == (400, "invalid_request_error")
     assert "at most 44, as slots=4 and queue=40" in done.json()["error"]["message"]
