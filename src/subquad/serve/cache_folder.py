@@ -24,6 +24,7 @@ from torch import Tensor
 from subquad.checks import refuse
 from subquad.disk import check_folder, lock_folder, logger, write_whole
 from subquad.models.state import State, load_state, map_state, save_state, size
+from subquad.serve.borders import is_border
 
 KEY, ENDING = "key", ".safetensors"
 OWNER = re.compile(r"[0-9a-f]{32}")
@@ -51,7 +52,7 @@ class Found(NamedTuple):
 class CacheFolder:
     """The folder of one cache, which no other process uses meanwhile."""
 
-    def __init__(self, path: Path, fingerprint: str, every: int, like: State):
+    def __init__(self, path: Path, fingerprint: str, every: int, early: tuple[int, ...], like: State):
         check_folder("folder", path)
         if path.is_dir() and not (path / KEY).is_file() and any(path.iterdir()):
             refuse("folder", str(path), "a new or empty folder, or one of an earlier cache")
@@ -60,9 +61,9 @@ class CacheFolder:
             path.chmod(0o700)
         except OSError as error:
             refuse("folder", str(path), f"a folder of your own, which others cannot read ({error})")
-        self.path, self.about = path, json.dumps([fingerprint, every])
+        self.path, self.about = path, json.dumps([fingerprint, every, early])
         self.like = map_state(lambda tensor: torch.empty_like(tensor, device="cpu"), like)
-        self.every = every
+        self.every, self.early = every, early
         self.lock = contextlib.ExitStack()
         self.lock.enter_context(lock_folder(path, "another server keeps its states there"))
         try:
@@ -161,8 +162,8 @@ class CacheFolder:
         if origin != self._origin(path.parent.name):
             raise ValueError("it is of another model, or of another cache")
         start, count = int.from_bytes(base, "little"), len(read) // 4
-        whole = count > 0 and count % self.every == 0 and start % self.every == 0 and 0 <= start < count
-        if not whole or path != self.path_of(path.parent.name, read):
+        begins = start == 0 or (start < count and is_border(start, self.every, self.early))
+        if not begins or not is_border(count, self.every, self.early) or path != self.path_of(path.parent.name, read):
             raise ValueError("it is damaged: its name is not that of its tokens")
         return Found(path, read, start, path.stat().st_size)
 
