@@ -181,11 +181,17 @@ def test_curl(live: Live) -> None:
         ("completions", {"prompt": "\ud800"}, 400, "prompt"),
         ("completions", {"prompt": "a" * 401}, 400, "prompt"),
         ("completions", {"prompt": "a", "max_tokens": 401}, 400, "max_tokens"),
-        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": 400}, 400, "max_tokens"),
+        ("completions", {"prompt": []}, 400, "prompt"),
+        ("completions", {"prompt": [[]]}, 400, "prompt"),
+        ("completions", {"prompt": [[1], []]}, 400, "prompt"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}, 400, "max_tokens"),
         ("completions", {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
         ("completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
-        ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
+        ("completions", {"prompt": "a", "top_p": -0.1}, 400, "top_p"),
+        ("completions", {"prompt": "a", "top_p": 1.1}, 400, "top_p"),
         ("completions", {"prompt": "a", "n": 0}, 400, "n"),
         ("completions", {"prompt": ["a"] * 600, "n": 2}, 400, "n"),
         ("completions", {"prompt": "a", "stop": [""]}, 400, "stop"),
@@ -210,6 +216,109 @@ def test_wrong_requests_are_refused_by_name(live: Live, path: str, body: Any, st
     assert (done.status_code, error["param"]) == (status, param)
     assert error["type"] == ("invalid_request_error" if status == 400 else "not_found_error")
     assert param in error["message"] or param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "accepted"),
+    [
+        ({"stop": 5}, "stop=5 cannot work: accepted is a text or a list of texts"),
+        ({"stop": ["a", 5]}, "stop=['a', 5] cannot work: accepted is a text or a list of texts"),
+        ({"user": 5}, "user=5 cannot work: accepted is a text"),
+        ({"seed": -(2**63)}, f"seed={-(2**63)} cannot work: accepted is an integer from -(2**63 - 1) to 2**63 - 1"),
+        ({"seed": "a"}, "seed='a' cannot work: accepted is an integer"),
+    ],
+)
+def test_errors_say_what_is_accepted(live: Live, body: Any, accepted: str) -> None:
+    assert live.post("/v1/completions", prompt="a", **body).json()["error"]["message"] == accepted
+
+
+def test_a_prompt_and_its_answer_have_as_many_tokens_as_the_server_says(live: Live) -> None:
+    assert live.http.get("/v1/models").json()["data"][0]["subquad"]["longest"] == 400
+    done = live.post("/v1/completions", prompt="a" * 390, max_tokens=10)
+    assert done.json()["usage"]["total_tokens"] == 400
+    done = live.post("/v1/completions", prompt="a" * 390, max_tokens=11)
+    assert done.json()["error"]["message"].endswith("accepted is at most 10")
+    for size in (400, 401):
+        done = live.post("/v1/completions", prompt="a" * size)
+        assert f"has {size} tokens: accepted are at most 400 with the answer's" in done.json()["error"]["message"]
+
+
+def test_no_tokens_may_be_asked_for(live: Live) -> None:
+    done = live.post("/v1/completions", prompt="abc", max_tokens=0).json()
+    assert (done["choices"][0]["text"], done["choices"][0]["finish_reason"]) == ("", "length")
+    assert (done["usage"]["prompt_tokens"], done["usage"]["completion_tokens"]) == (3, 0)
+    lines = live.post("/v1/completions", prompt="abc", max_tokens=0, stream=True).text.split("\n\n")
+    (event,) = (json.loads(line[6:]) for line in lines if line and line != "data: [DONE]")
+    assert (event["choices"][0]["text"], event["choices"][0]["finish_reason"]) == ("", "length")
+
+
+def test_an_empty_prompt_is_echoed_as_nothing(live: Live) -> None:
+    """The model begins with a start token, which nobody wrote."""
+    for logprobs in (None, 1):
+        body = {"prompt": ["", "ab"], "max_tokens": 2, "echo": True, "logprobs": logprobs}
+        empty, other = live.post("/v1/completions", **body).json()["choices"]
+        assert (empty["text"], other["text"]) == ("\n\n", "abab")
+    assert empty["logprobs"]["tokens"] == ["\n", "\n"]
+    assert other["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
+def test_top_p_of_zero_is_the_most_probable_token(real: Live) -> None:
+    greedy, zero = (
+        real.post("/v1/completions", prompt="abc", max_tokens=20, seed=3, **how).json()["choices"][0]["tokens"]
+        for how in ({"temperature": 0}, {"top_p": 0, "temperature": 2})
+    )
+    assert greedy == zero
+
+
+def test_choices_are_not_those_of_another_seed(real: Live) -> None:
+    def texts(seed: int, n: int) -> list[list[int]]:
+        done = real.post("/v1/completions", prompt="abc", max_tokens=12, n=n, seed=seed, ignore_eos=True)
+        return [choice["tokens"] for choice in done.json()["choices"]]
+
+    many = [text for seed in (-1, 2**62 - 1, 5, 6, 7) for text in texts(seed, 3)]
+    assert len({tuple(text) for text in many}) == 15
+    assert texts(5, 1) == texts(5, 3)[:1]
+    assert len({answer.seed_of(seed, number) for seed in range(50) for number in range(50)}) == 2500
+
+
+def test_refused_requests_have_a_line_in_the_log(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    live.post("/v1/completions", prompt="my secret", top_p=7)
+    live.post("/v1/completions", secret=1)
+    live.post("/v1/completions", prompt="my secret " * 6000)
+    live.http.post("/v1/completions", json={"prompt": "secret"}, headers={"authorization": "Bearer secret"})
+    said = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    path = "/v1/completions"
+    assert said == [
+        f"{path} 400 refused: top_p", f"{path} 400 refused", f"{path} 413 refused",
+        f"{path} 401 refused: invalid_api_key",
+    ]  # fmt: skip
+    assert "secret" not in caplog.text
+
+
+def test_connections_whose_headers_never_end_are_closed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = ("127.0.0.1", int(live.url.rpartition(":")[2]))
+    with socket.create_connection(address) as first, socket.create_connection(address) as later:
+        first.sendall(b"GET /health HTTP/1.1\r\nhost:")
+        later.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert later.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        later.sendall(b"GET /health HT")
+        monkeypatch.setattr(server, "PATIENCE", 0.5)
+        for half in (first, later):
+            half.settimeout(60)
+            assert half.recv(1 << 16) == b""
+
+
+def test_options_that_cannot_work_are_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_KEYS", "sk-one,sk-zwölf")
+    for match, options in {
+        "api_key_env='TEST_KEYS' cannot work: key 2 of 2 is not in ASCII": {"api_key_env": "TEST_KEYS"},
+        "draft='nonsense' is neither": {"draft": "nonsense"},
+    }.items():
+        with pytest.raises((ValueError, FileNotFoundError), match=match):
+            server.make_service(str(folder), ServeSettings(device="cpu", **options))
+    with pytest.raises(ValueError, match="name='' cannot work"):
+        ServeSettings(name="")
 
 
 def test_neutral_values_are_accepted(live: Live) -> None:

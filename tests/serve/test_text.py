@@ -1,8 +1,10 @@
 """Text and tokens: whole characters, stop texts, tokenizers, chat templates."""
 
 import asyncio
+import functools
 import itertools
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +107,13 @@ def test_a_folder_with_a_tokenizer(tokenized: Path) -> None:
         vocabulary_of(tokenized, LanguageModel(vocab=200, **SMALL), {}, None)
 
 
+@functools.cache
 def crossing() -> Any:
     """A byte-level tokenizer with tokens that hold the end of one character and the beginning of the next."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    letter = transformers.convert_slow_tokenizer.bytes_to_unicode()
+    letter = import_module("transformers.convert_slow_tokenizer").bytes_to_unicode()
     merges = [(b"\xe3", b"\x83"), (b"\xbc", b"\xe3\x83"), (b"\x9f", b"\x98"), (b"\x80", b"\xf0")]
     pairs = [tuple("".join(letter[byte] for byte in part) for part in pair) for pair in merges]
     vocab = {name: number for number, name in enumerate([*alphabet, *map("".join, pairs)])}
@@ -223,7 +226,7 @@ def test_an_image_model_takes_and_gives_tokens(tmp_path: Path) -> None:
     assert wrong.status_code == 400
     about = models.json()["data"][0]["subquad"]
     assert about["image"] == {"rows": 4, "columns": 4, "channels": 1, "shades": 16, "tokens": 16}
-    assert (about["start"], about["longest"], about["writes"]) == (16, 16, "images")
+    assert (about["start"], about["longest"], about["writes"]) == (16, 17, "images")  # the start and 16 pixels
 
 
 def test_what_models_write() -> None:

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from subquad.checks import shown
 from subquad.disk import parse_json
 from subquad.serve.answer import DIRECT, Answer, requests_of, to_json
-from subquad.serve.body import Asked, Reader, Refused
+from subquad.serve.body import KNOWN, Asked, Reader, Refused
 from subquad.serve.exchange import Exchange, Job
 from subquad.serve.metrics import Metrics
 from subquad.serve.page import page, policy
@@ -201,6 +201,7 @@ class Service:
             except (Refused, HTTPException) as refused:
                 status = refused.status if isinstance(refused, Refused) else refused.status_code
                 self.metrics.requests.labels(request.scope["route"].path, str(status)).inc()
+                self._log_refusal(request.scope["route"].path, status, refused)
                 raise
             except ClientDisconnect:
                 return Response(status_code=499)
@@ -210,6 +211,14 @@ class Service:
                 return _json(Refused(500, "the server failed; its log says where").content(), 500)
 
         return call
+
+    def _log_refusal(self, path: str, status: int, refused: Refused | HTTPException) -> None:
+        """What was wrong may quote a prompt, so only names that we know are told."""
+        parts = (
+            [refused.code, refused.param if refused.param in KNOWN else None] if isinstance(refused, Refused) else []
+        )
+        why = ", ".join(part for part in parts if part) if not self.log_prompts else str(refused)
+        logger.info("%s %d refused%s", path, status, f": {why}" if why else "")
 
     def _log_failure(self, path: str, error: Exception) -> None:
         where = "".join(traceback.format_tb(error.__traceback__))

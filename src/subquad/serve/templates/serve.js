@@ -89,8 +89,8 @@
     document.title = `${model.id} – subquad serve`;
     const words = [`${about.mechanisms.join(", ")}`, `${short(about.parameters / 1e6)} million parameters`, `${about.dtype} on ${about.device}`];
     $("about").textContent = `${words.join(" · ")}. A prompt and its answer may have up to ${about.longest.toLocaleString("en")} tokens.`;
-    form.elements.max_tokens.max = about.longest;
-    form.elements.max_tokens.value = Math.min(256, about.longest);
+    form.elements.max_tokens.max = Math.max(1, about.longest - 1); // a prompt has a token at least
+    form.elements.max_tokens.value = Math.min(256, form.elements.max_tokens.max);
     $("modes").hidden = !about.chat;
     $("words").hidden = $("most").hidden = Boolean(about.image);
     $("many").hidden = !about.image;
