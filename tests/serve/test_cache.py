@@ -425,14 +425,41 @@ def test_states_outlive_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"fingerprint": "n"}, {"every": 2}, {"early": (2,)}])
-def test_states_of_another_model_are_removed(other: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_states_of_another_model_stay_and_never_serve(other: Any, tmp_path: Path) -> None:
     known, before = filled(tmp_path / "c"), files(tmp_path / "c")
     again = small(**{"folder": tmp_path / "c", "fingerprint": "m", **other})
     assert all(again.find((*tokens, 5)) == (0, None) for tokens in known)
+    assert again.stats.files == 6
+    again.put((9, 9, 9, 9), constant((9, 9, 9, 9)))
     again.close()
-    assert files(tmp_path / "c") == []
-    said = [record.getMessage() for record in caplog.records]
-    assert all(any(f"{path} is removed: it is of another model" in line for line in said) for path in before)
+    assert set(before) < set(files(tmp_path / "c"))
+    first = small(folder=tmp_path / "c", fingerprint="m")
+    assert all(first.find((*tokens, 5))[0] == 4 for tokens in known)
+    assert first.find((9, 9, 9, 9, 5)) == (0, None)
+    first.close()
+
+
+def test_models_share_the_room_on_disk(tmp_path: Path) -> None:
+    """The least recently used file of all leaves first."""
+    known, before = filled(tmp_path / "c"), files(tmp_path / "c")
+    each = before[0].stat().st_size
+    first = small(folder=tmp_path / "c", fingerprint="m")
+    assert first.find((*known[2], 5))[0] == 4  # used last
+    first.close()
+    other = small(folder=tmp_path / "c", fingerprint="n", folder_limit=5 * each + (1 << 14))
+    for n in range(4):
+        other.put((n, 7, 0, 0), constant((n, 7, 0, 0)))
+        other.flush()
+    assert other.stats.file_bytes == sum(path.stat().st_size for path in files(tmp_path / "c"))
+    other.close()
+    again = small(folder=tmp_path / "c", fingerprint="m")
+    left = [tokens for tokens in known if again.find((*tokens, 5))[0]]
+    assert known[2] in left
+    assert len(left) < 6
+    again.close()
+    both = small(folder=tmp_path / "c", fingerprint="n")
+    assert all(both.find((n, 7, 0, 0, 5))[0] == 4 for n in range(4))
+    both.close()
 
 
 def test_the_fingerprint_tells_models_apart() -> None:
@@ -482,7 +509,7 @@ def test_a_broken_file_is_a_miss(fault: Any, when: str, tmp_path: Path, caplog: 
         folder, rng = tmp_path / f"c{round}", random.Random(round)
         known = filled(folder)
         cache = small(folder=folder, fingerprint="m") if when == "while" else None
-        (owner,) = (path for path in folder.iterdir() if path.is_dir())
+        (owner,) = (path for path in folder.glob("*/*") if path.is_dir())
         path = rng.choice(sorted(owner.iterdir()))
         fault(path, rng)
         cache = cache or small(folder=folder, fingerprint="m")

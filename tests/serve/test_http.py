@@ -1,6 +1,7 @@
 """The server against clients nobody here wrote: openai, httpx and curl; and against clients that misbehave."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -306,7 +307,8 @@ def test_connections_whose_headers_never_end_are_closed(live: Live, monkeypatch:
         monkeypatch.setattr(server, "PATIENCE", 0.5)
         for half in (first, later):
             half.settimeout(60)
-            assert half.recv(1 << 16) == b""
+            with contextlib.suppress(ConnectionResetError):
+                assert half.recv(1 << 16) == b""
 
 
 def test_options_that_cannot_work_are_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ class Stats(NamedTuple):
     entries: int  # states in memory
     bytes: int  # that they and the tokens before them take
     limit: int
-    files: int  # states on disk
+    files: int  # states on disk, also of other models
     file_bytes: int
     hits: int
     misses: int
@@ -92,7 +92,7 @@ class PrefixCache:
     every         borders lie after multiples of this number of tokens
     early         and after so many
     folder        where states at borders outlive the server; they are written in the background
-    folder_limit  bytes of the files; by default four times `limit`
+    folder_limit  bytes of the files, of all models together; by default four times `limit`
     fingerprint   what tells this model's files from those of another
     like          a state of the model for one stream, on its device, such as init_state(1)
     device        where states are kept; by default in host memory, which is pinned if the model is on a GPU
@@ -405,14 +405,17 @@ class PrefixCache:
     # Files
 
     def _take_over(self) -> None:
-        """The states that an earlier server left in the folder; they are read when they are needed."""
+        """The states that earlier servers left in the folder; they are read when they are needed.
+
+        Those of other models only take room, and lie outside the tree.
+        """
         assert self.folder is not None
         found = []
         for owner, file in self.folder.scan():
-            path = self._walk(owner, file.tokens, make=True)
+            path = self._walk(owner, file.tokens, make=True) if file.tokens else [Node(None, b"", 0, "")]
             node = path[-1]
             node.file, self.files[node] = file.path, file.size
-            node.base = next((place for place in path if place.depth == file.base), None)
+            node.base = next((place for place in path[:-1] if place.depth == file.base), None)
             self.file_bytes += file.size
             found.append(node)
         for node in found:
