@@ -493,6 +493,63 @@ def test_clients_that_vanish_leave_no_slot_taken(live: Live) -> None:
     assert len(live.engine.cancelled) >= 100
 
 
+def ask(live: Live, **body: Any) -> socket.socket:
+    """A client that has sent a request and does no more."""
+    sent = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(sent)}"
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", int(live.url.rpartition(":")[2])))
+    client.sendall(head.encode() + b"\r\n\r\n" + sent)
+    return client
+
+
+def test_clients_of_the_real_engine_that_vanish_leave_no_slot_taken(real: Live) -> None:
+    """Some while they wait, some while their prompt is read, some while tokens are drawn; others get their answers."""
+    until(lambda: not real.engine.known)
+    expected = real.post("/v1/completions", prompt="abc", max_tokens=5, seed=1).json()["choices"][0]["text"]
+    body: dict[str, Any] = {"max_tokens": 100_000, "ignore_eos": True}
+    clients = [
+        ask(real, prompt="x" * (40_000 if number % 3 == 0 else 3), stream=number % 2 == 0, n=1 + number % 2, **body)
+        for number in range(24)
+    ]
+    until(lambda: real.engine.stats.running > 0)
+    for number, client in enumerate(clients):
+        if number % 8 == 7:
+            time.sleep(0.02)
+        client.close()
+    until(lambda: not real.engine.known and not real.service.answers)
+    assert not real.service.exchange.jobs
+    assert real.engine.stats[:4] == (0, 0, 0, 4)
+    again = real.post("/v1/completions", prompt="abc", max_tokens=5, seed=1).json()["choices"][0]["text"]
+    assert again == expected
+
+
+def test_a_socket_that_is_not_read_is_cut_off(
+    live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through the system's buffers: one that reads gets all, and the slots of the other are free."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(exchange, "BEHIND", 5000)
+    monkeypatch.setattr(exchange, "JOIN", 0.0)  # an event for each token
+    live.engine.cancelled.clear()
+    body: dict[str, Any] = {"prompt": "ab", "max_tokens": 390, "n": 100, "stream": True, "logprobs": 2}
+    assert live.post("/v1/completions", **body).text.endswith("[DONE]\n\n")
+    assert not live.engine.cancelled
+    with ask(live, **body) as slow:
+        until(lambda: len(live.engine.cancelled) == 100)
+        assert not live.engine.running
+        slow.settimeout(60)
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := slow.recv(1 << 16):
+                said = (said + part)[-100:]
+        assert b"[DONE]" not in said
+    until(lambda: not live.service.answers)
+    assert "499" in caplog.text
+    assert "too slowly" in caplog.text
+
+
 def test_slow_readers_are_cut_off(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that takes nothing: its slot is free once it is too far behind, and later its connection closes."""
     monkeypatch.setattr(exchange, "BEHIND", 50)
