@@ -734,7 +734,7 @@ def test_a_process_is_killed_restarts_with_its_cache_and_drains(folder: Path, tm
         tokens = first["choices"][0]["tokens"]
         assert tokens == expected[: len(tokens)]
         assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-        until(lambda: served.http.get("/stats").json()["cache"]["files"] == 2)
+        until(lambda: served.http.get("/stats").json()["cache"]["files"] == 5)
     finally:
         assert served.end(signal.SIGKILL) == -signal.SIGKILL
     served = Process(folder, *words)
