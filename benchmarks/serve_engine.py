@@ -30,6 +30,7 @@ import torch
 from subquad import LanguageModel, Sampling, Streams
 from subquad.machine import origin, tell_commit
 from subquad.models.state import State
+from subquad.serve.borders import EARLY, EVERY
 from subquad.serve.engine import Engine
 from subquad.serve.request import Request
 from subquad.studies.results import save
@@ -61,14 +62,16 @@ SAMPLINGS = (
 class Book:
     """A prefix cache that keeps everything, on the device."""
 
-    every = 256
+    every = EVERY
+    early: tuple[int, ...] = EARLY
 
     def __init__(self) -> None:
         self.states: dict[tuple[str, tuple[int, ...]], State] = {}
 
     def find(self, tokens: tuple[int, ...], owner: str = "") -> tuple[int, State | None]:
-        for count in range((len(tokens) - 1) // self.every * self.every, 0, -self.every):
-            if (state := self.states.get((owner, tokens[:count]))) is not None:
+        last = len(tokens) - 1
+        for count in sorted({last, *range(self.every, last, self.every), *self.early}, reverse=True):
+            if count <= last and (state := self.states.get((owner, tokens[:count]))) is not None:
                 return count, state
         return 0, None
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from subquad.models.decoding import limit_of
@@ -28,15 +28,19 @@ class Scripted:
         self.thread: threading.Thread | None = None
         self.ended = False
 
-    def submit(self, request: Request) -> int:
+    def check(self, requests: Sequence[Request]) -> None: ...
+
+    def submit_all(self, requests: Sequence[Request], checked: bool = False) -> list[int]:
+        assert checked
         with self.lock:
-            if len(self.waiting) >= self.queue:
+            if len(self.waiting) + len(requests) > self.queue:
                 raise Full
-            self.submitted += 1
-            self.owners.add(request.owner)
-            self.waiting[self.submitted] = request
+            numbers = list(range(self.submitted + 1, self.submitted + 1 + len(requests)))
+            self.submitted += len(requests)
+            self.owners.update(request.owner for request in requests)
+            self.waiting.update(zip(numbers, requests, strict=True))
             self.lock.notify()
-            return self.submitted
+            return numbers
 
     def cancel(self, number: int) -> None:
         with self.lock:

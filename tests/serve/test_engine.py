@@ -38,19 +38,21 @@ def make(mechanism: Any = "linear", **changes: Any) -> LanguageModel:
 class Book:
     """The simplest prefix cache: it keeps everything."""
 
-    def __init__(self, every: int = 4):
-        self.every, self.states, self.hits = every, dict[tuple[str, tuple[int, ...]], State](), 0
+    def __init__(self, every: int = 4, early: tuple[int, ...] = ()):
+        self.every, self.early, self.hits = every, early, 0
+        self.states = dict[tuple[str, tuple[int, ...]], State]()
         self.twice = 0  # states that were made although they were there
 
     def find(self, tokens: tuple[int, ...], owner: str = "") -> tuple[int, State | None]:
-        for count in range((len(tokens) - 1) // self.every * self.every, 0, -self.every):
-            if (state := self.states.get((owner, tokens[:count]))) is not None:
+        last = len(tokens) - 1
+        for count in sorted({last, *range(self.every, last, self.every), *self.early}, reverse=True):
+            if count <= last and (state := self.states.get((owner, tokens[:count]))) is not None:
                 self.hits += 1
                 return count, state
         return 0, None
 
     def put(self, tokens: tuple[int, ...], state: State, owner: str = "") -> None:
-        self.twice += len(tokens) % self.every != 0 or (owner, tokens) in self.states
+        self.twice += (owner, tokens) in self.states
         self.states[owner, tokens] = state
 
 
@@ -74,9 +76,15 @@ def tokens(engine: Engine, request: Request) -> list[int]:
     return [one.token for one in answers(engine, [request])[0][0]]
 
 
-def random_requests(rng: random.Random, count: int, **fields: Any) -> list[Request]:
+def random_starts(rng: random.Random) -> list[list[int]]:
+    return [[rng.randrange(23) for _ in range(rng.randrange(20))] for _ in range(2)]
+
+
+def random_requests(
+    rng: random.Random, count: int, starts: list[list[int]] | None = None, **fields: Any
+) -> list[Request]:
     """Prompts that begin alike."""
-    starts = [[rng.randrange(23) for _ in range(rng.randrange(20))] for _ in range(2)]
+    starts = random_starts(rng) if starts is None else starts
     made = []
     for _ in range(count):
         start = rng.choice(starts)
@@ -89,8 +97,11 @@ def random_requests(rng: random.Random, count: int, **fields: Any) -> list[Reque
 @pytest.mark.parametrize("kind", KINDS, ids=ids)
 def test_text_is_the_same_alone_and_together_with_the_cache_on_and_off(kind: Any) -> None:
     """Log-probabilities too are equal bit by bit. Each set comes twice; test_cache.py has 200 sets."""
-    model, book = make(kind, depth=1 if isinstance(kind, str) else 2), Book()
-    plain, cached, alone = (Engine(model, slots=4, capacity=40, piece=4, cache=c) for c in (None, book, None))
+    early = (1, 3, 6)
+    model, book = make(kind, depth=1 if isinstance(kind, str) else 2), Book(early=early)
+    plain, cached, alone = (
+        Engine(model, slots=4, capacity=40, piece=4, early=early, cache=cache) for cache in (None, book, None)
+    )
     for number in range(28):
         if number % 2 == 0:
             requests = random_requests(random.Random(number), 5, sampling=GREEDY, logprobs=2)
@@ -99,7 +110,7 @@ def test_text_is_the_same_alone_and_together_with_the_cache_on_and_off(kind: Any
         if number % 10 == 0:
             book.states.clear()
         assert answers(cached, requests) == expected, number
-    assert book.hits > 60
+    assert book.hits > 90
     assert book.twice == 0
     assert cached.stats.cached_tokens > 300
     assert plain.stats.cached_tokens == 0
@@ -262,8 +273,85 @@ def test_the_same_prompts_are_read_once() -> None:
     requests = [Request(prompt=tuple(range(20)), steps=3, seed=seed) for seed in range(4)]
     for request, (drawn, _) in zip(requests, answers(engine, requests), strict=True):
         assert [one.token for one in drawn] == model.generate(range(20), 3, seed=request.seed).tolist()
-    assert read == 16 + 4 * 3
-    assert engine.stats.cached_tokens == 3 * 16
+    assert read == 19
+    assert engine.stats.cached_tokens == 3 * 19
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=ids)
+@pytest.mark.parametrize("abreast", [1, 3])
+@pytest.mark.parametrize("cached", [True, False])
+def test_choices_of_a_request_read_its_prompt_once(kind: Any, abreast: int, cached: bool) -> None:
+    """With a cache and without one; each has the text that it has alone, and log-probabilities of the prompt too."""
+    model, prompt = make(kind), tuple(range(11))
+    engine, alone = (
+        Engine(model, slots=5, capacity=60, piece=4, abreast=abreast, cache=cache)
+        for cache in (Book() if cached else None, None)
+    )
+    read, prefill = 0, engine._prefill
+
+    def count(tokens: Any, lengths: Any, *others: Any) -> Any:
+        nonlocal read
+        read += tokens.numel() if lengths is None else 0
+        return prefill(tokens, lengths, *others)
+
+    engine._prefill = count  # type: ignore[method-assign, assignment]
+    for scored in (False, True):
+        requests = [
+            Request(prompt=prompt, steps=3, seed=seed, logprobs=1, prompt_logprobs=scored, owner="ab"[seed == 2])
+            for seed in range(8)
+        ]
+        read, numbers = 0, engine.submit_all(requests)
+        engine.cancel(numbers[1])
+        updates = finish(engine, numbers)
+        # two clients, each of whom reads it once, if log-probabilities are asked for even with the cache
+        assert read == (20 if abreast == 1 else 0)
+        for number, request in zip(numbers, requests, strict=True):
+            if number != numbers[1]:
+                own = alone.submit(request)
+                expected = finish(alone, [own])[own]
+                got = updates[number]
+                assert [part[1:3] + part[4:] for part in got] == [part[1:3] + part[4:] for part in expected]
+    assert not engine.reading
+    assert engine.stats.free == 5
+
+
+def test_a_choice_goes_on_when_the_one_that_reads_for_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(make(), slots=4, capacity=60, piece=2)
+    numbers = engine.submit_all([Request(prompt=tuple(range(12)), steps=2, seed=seed) for seed in range(3)])
+    engine.turn()
+    engine.cancel(numbers[0])
+    updates = finish(engine, numbers)
+    assert [updates[number][-1].end for number in numbers] == ["cancelled", "length", "length"]
+    prefill, failed = engine._prefill, list[int]()
+
+    def fail(*args: Any) -> Any:
+        if not failed:
+            failed.append(1)
+            raise RuntimeError("no memory")
+        return prefill(*args)
+
+    monkeypatch.setattr(engine, "_prefill", fail)
+    numbers = engine.submit_all([Request(prompt=tuple(range(12)), steps=2, seed=seed) for seed in range(3)])
+    updates = finish(engine, numbers)
+    assert [updates[number][-1].end for number in numbers] == ["error", "length", "length"]
+
+
+def test_prompts_are_cut_at_the_same_places() -> None:
+    engine, cuts = Engine(make(), slots=1, capacity=900), list[int]()
+    prefill = engine._prefill
+
+    def note(tokens: Any, *others: Any) -> Any:
+        cuts.append(tokens.shape[1])
+        return prefill(tokens, *others)
+
+    engine._prefill = note  # type: ignore[method-assign, assignment]
+    tokens(engine, Request(prompt=(1,) * 700, steps=1))
+    assert cuts == [32, 32, 64, 128, 256, 187]
+    for early in ((0,), (2.5,)):
+        with pytest.raises(ValueError, match="early="):
+            Engine(make(), early=early)
+    with pytest.raises(ValueError, match="early="):
+        Engine(make(), cache=Book(), early=(1,))
 
 
 def test_owners_share_no_states_and_take_turns() -> None:
@@ -273,7 +361,7 @@ def test_owners_share_no_states_and_take_turns() -> None:
     numbers = [engine.submit(Request(prompt=prompt, steps=1, owner=owner)) for owner in ("a", "a", "a", "b")]
     updates = finish(engine, numbers)
     ends = sorted(numbers, key=lambda number: list(updates).index(number))
-    assert [updates[number][0].cached for number in numbers] == [0, 8, 8, 0]
+    assert [updates[number][0].cached for number in numbers] == [0, 8, 8, 0]  # eight are read, and end there
     assert {owner for owner, _ in book.states} == {"a", "b"}
     order: list[int] = []
     numbers = [engine.submit(Request(prompt=prompt, steps=1, owner=owner)) for owner in ("a", "a", "a", "b")]
@@ -333,10 +421,6 @@ def test_requests_that_cannot_work_are_refused_with_their_limit() -> None:
     }.items():
         with pytest.raises(ValueError, match=match):
             engine.submit(Request(**fields))
-    engine.submit(Request(prompt=(1,) * 20, steps=11))
-    engine.submit(Request(prompt=(1,), steps=1))
-    with pytest.raises(Full, match="queue=2"):
-        engine.submit(Request(prompt=(1,), steps=1))
     with pytest.raises(ValueError, match="at most 30"):
         Engine(make(max_length=30, positions="learned"), capacity=31)
     with pytest.raises(ValueError, match=r"divisor of cache\.every=4"):
@@ -345,6 +429,25 @@ def test_requests_that_cannot_work_are_refused_with_their_limit() -> None:
         Engine(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="23 tokens"):
         Engine(make(), draft=make(vocab=24))
+
+
+def test_requests_of_one_client_are_queued_together_or_not_at_all() -> None:
+    engine = Engine(make(), slots=1, queue=2)
+    request = Request(prompt=(1, 2), steps=3)
+    with pytest.raises(ValueError, match="4 choices at once cannot work: accepted are at most 3, as slots=1"):
+        engine.submit_all([request] * 4)
+    first = engine.submit_all([request] * 2)
+    for _ in range(2):  # whether or not the engine has begun
+        with pytest.raises(Full, match="2 requests run or wait, and 2 come: accepted are at most 3"):
+            engine.submit_all([request] * 2)
+        assert len(engine.known) == 2
+        engine.turn()
+    last = engine.submit_all([request])
+    assert {parts[-1].end for parts in finish(engine, [*first, *last]).values()} == {"length"}
+    with pytest.raises(ValueError, match="prompt holds 23"):
+        engine.submit_all([request, Request(prompt=(23,), steps=1)])
+    assert not engine.known
+    assert len(finish(engine, engine.submit_all([request] * 3))) == 3
 
 
 def test_an_error_of_one_prompt_hurts_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The server against clients nobody here wrote: openai, httpx and curl; and against clients that misbehave."""
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import json
@@ -25,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from subquad.models import LanguageModel
-from subquad.serve import answer, exchange, server
+from subquad.serve import answer, app, engine, exchange, server
 from subquad.serve.metrics import Metrics
 from subquad.serve.request import Drawn, Full, Update
 from subquad.serve.settings import ServeSettings
@@ -182,11 +183,17 @@ def test_curl(live: Live) -> None:
         ("completions", {"prompt": "\ud800"}, 400, "prompt"),
         ("completions", {"prompt": "a" * 401}, 400, "prompt"),
         ("completions", {"prompt": "a", "max_tokens": 401}, 400, "max_tokens"),
-        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": 400}, 400, "max_tokens"),
+        ("completions", {"prompt": []}, 400, "prompt"),
+        ("completions", {"prompt": [[]]}, 400, "prompt"),
+        ("completions", {"prompt": [[1], []]}, 400, "prompt"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}, 400, "max_tokens"),
         ("completions", {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens"),
         ("completions", {"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
-        ("completions", {"prompt": "a", "top_p": 0}, 400, "top_p"),
+        ("completions", {"prompt": "a", "top_p": -0.1}, 400, "top_p"),
+        ("completions", {"prompt": "a", "top_p": 1.1}, 400, "top_p"),
         ("completions", {"prompt": "a", "n": 0}, 400, "n"),
         ("completions", {"prompt": ["a"] * 600, "n": 2}, 400, "n"),
         ("completions", {"prompt": "a", "stop": [""]}, 400, "stop"),
@@ -213,6 +220,110 @@ def test_wrong_requests_are_refused_by_name(live: Live, path: str, body: Any, st
     assert param in error["message"] or param == "prompt"
 
 
+@pytest.mark.parametrize(
+    ("body", "accepted"),
+    [
+        ({"stop": 5}, "stop=5 cannot work: accepted is a text or a list of texts"),
+        ({"stop": ["a", 5]}, "stop=['a', 5] cannot work: accepted is a text or a list of texts"),
+        ({"user": 5}, "user=5 cannot work: accepted is a text"),
+        ({"seed": -(2**63)}, f"seed={-(2**63)} cannot work: accepted is an integer from -(2**63 - 1) to 2**63 - 1"),
+        ({"seed": "a"}, "seed='a' cannot work: accepted is an integer"),
+    ],
+)
+def test_errors_say_what_is_accepted(live: Live, body: Any, accepted: str) -> None:
+    assert live.post("/v1/completions", prompt="a", **body).json()["error"]["message"] == accepted
+
+
+def test_a_prompt_and_its_answer_have_as_many_tokens_as_the_server_says(live: Live) -> None:
+    assert live.http.get("/v1/models").json()["data"][0]["subquad"]["longest"] == 400
+    done = live.post("/v1/completions", prompt="a" * 390, max_tokens=10)
+    assert done.json()["usage"]["total_tokens"] == 400
+    done = live.post("/v1/completions", prompt="a" * 390, max_tokens=11)
+    assert done.json()["error"]["message"].endswith("accepted is at most 10")
+    for size in (400, 401):
+        done = live.post("/v1/completions", prompt="a" * size)
+        assert f"has {size} tokens: accepted are at most 400 with the answer's" in done.json()["error"]["message"]
+
+
+def test_no_tokens_may_be_asked_for(live: Live) -> None:
+    done = live.post("/v1/completions", prompt="abc", max_tokens=0).json()
+    assert (done["choices"][0]["text"], done["choices"][0]["finish_reason"]) == ("", "length")
+    assert (done["usage"]["prompt_tokens"], done["usage"]["completion_tokens"]) == (3, 0)
+    lines = live.post("/v1/completions", prompt="abc", max_tokens=0, stream=True).text.split("\n\n")
+    (event,) = (json.loads(line[6:]) for line in lines if line and line != "data: [DONE]")
+    assert (event["choices"][0]["text"], event["choices"][0]["finish_reason"]) == ("", "length")
+
+
+def test_an_empty_prompt_is_echoed_as_nothing(live: Live) -> None:
+    """The model begins with a start token, which nobody wrote."""
+    for logprobs in (None, 1):
+        body = {"prompt": ["", "ab"], "max_tokens": 2, "echo": True, "logprobs": logprobs}
+        empty, other = live.post("/v1/completions", **body).json()["choices"]
+        assert (empty["text"], other["text"]) == ("\n\n", "abab")
+    assert empty["logprobs"]["tokens"] == ["\n", "\n"]
+    assert other["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
+def test_top_p_of_zero_is_the_most_probable_token(real: Live) -> None:
+    greedy, zero = (
+        real.post("/v1/completions", prompt="abc", max_tokens=20, seed=3, **how).json()["choices"][0]["tokens"]
+        for how in ({"temperature": 0}, {"top_p": 0, "temperature": 2})
+    )
+    assert greedy == zero
+
+
+def test_choices_are_not_those_of_another_seed(real: Live) -> None:
+    def texts(seed: int, n: int) -> list[list[int]]:
+        done = real.post("/v1/completions", prompt="abc", max_tokens=12, n=n, seed=seed, ignore_eos=True)
+        return [choice["tokens"] for choice in done.json()["choices"]]
+
+    many = [text for seed in (-1, 2**62 - 1, 5, 6, 7) for text in texts(seed, 3)]
+    assert len({tuple(text) for text in many}) == 15
+    assert texts(5, 1) == texts(5, 3)[:1]
+    assert len({answer.seed_of(seed, number) for seed in range(50) for number in range(50)}) == 2500
+
+
+def test_refused_requests_have_a_line_in_the_log(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    live.post("/v1/completions", prompt="my secret", top_p=7)
+    live.post("/v1/completions", secret=1)
+    live.post("/v1/completions", prompt="my secret " * 6000)
+    live.http.post("/v1/completions", json={"prompt": "secret"}, headers={"authorization": "Bearer secret"})
+    said = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    path = "/v1/completions"
+    assert said == [
+        f"{path} 400 refused: top_p", f"{path} 400 refused", f"{path} 413 refused",
+        f"{path} 401 refused: invalid_api_key",
+    ]  # fmt: skip
+    assert "secret" not in caplog.text
+
+
+def test_connections_whose_headers_never_end_are_closed(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = ("127.0.0.1", int(live.url.rpartition(":")[2]))
+    with socket.create_connection(address) as first, socket.create_connection(address) as later:
+        first.sendall(b"GET /health HTTP/1.1\r\nhost:")
+        later.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert later.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        later.sendall(b"GET /health HT")
+        monkeypatch.setattr(server, "PATIENCE", 0.5)
+        for half in (first, later):
+            half.settimeout(60)
+            with contextlib.suppress(ConnectionResetError):
+                assert half.recv(1 << 16) == b""
+
+
+def test_options_that_cannot_work_are_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_KEYS", "sk-one,sk-zwölf")
+    for match, options in {
+        "api_key_env='TEST_KEYS' cannot work: key 2 of 2 is not in ASCII": {"api_key_env": "TEST_KEYS"},
+        "draft='nonsense' is neither": {"draft": "nonsense"},
+    }.items():
+        with pytest.raises((ValueError, FileNotFoundError), match=match):
+            server.make_service(str(folder), ServeSettings(device="cpu", **options))
+    with pytest.raises(ValueError, match="name='' cannot work"):
+        ServeSettings(name="")
+
+
 def test_neutral_values_are_accepted(live: Live) -> None:
     neutral = {
         "frequency_penalty": 0.0,
@@ -224,6 +335,42 @@ def test_neutral_values_are_accepted(live: Live) -> None:
     }
     done = live.post("/v1/completions", prompt="a", max_tokens=1, top_k=-1, min_p=0.1, metadata={"a": "b"}, **neutral)
     assert done.status_code == 200, done.text
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path) -> Iterator[Live]:
+    """The real engine behind HTTP."""
+    options = ServeSettings(cache_gb=0.1, device="cpu", slots=4, queue=40)
+    found = Live(server.make_service(str(folder), options))
+    yield found
+    found.stop()
+
+
+@pytest.mark.parametrize(("size", "choices"), [(70_000, 3), (5, 40)])
+def test_a_long_prompt_is_checked_once_and_beside_the_event_loop(
+    real: Live, monkeypatch: pytest.MonkeyPatch, size: int, choices: int
+) -> None:
+    checked, check = list[int | None](), engine._check_tokens
+
+    def note(name: str, tokens: tuple[int, ...], count: int) -> None:
+        if name == "prompt":
+            checked.append(threading.get_ident())
+        check(name, tokens, count)
+
+    monkeypatch.setattr(engine, "_check_tokens", note)
+    monkeypatch.setattr(app, "MANY", 30)
+    with real.http.stream("POST", "/v1/completions", json={"prompt": "a" * size, "n": choices, "stream": True}):
+        pass
+    assert len(checked) == 1
+    assert checked[0] != real.thread.ident
+
+
+def test_more_choices_than_ever_fit_are_refused_for_good(real: Live) -> None:
+    until(lambda: not real.engine.known)  # those of other tests
+    done = real.post("/v1/completions", prompt="x", n=45)
+    assert (done.status_code, done.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert "at most 44, as slots=4 and queue=40" in done.json()["error"]["message"]
+    assert len(real.post("/v1/completions", prompt="x", n=44, max_tokens=2).json()["choices"]) == 44
 
 
 def test_statuses_of_http(live: Live, caplog: pytest.LogCaptureFixture) -> None:
@@ -301,11 +448,11 @@ def test_a_model_is_called_what_its_folder_is_called(
 
 
 def test_a_body_that_comes_while_the_engine_stops(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(request: Any) -> int:
+    def stopped(*_: Any, **__: Any) -> list[int]:
         live.service.draining = True
         raise Full("the engine stops: no new requests")
 
-    monkeypatch.setattr(live.engine, "submit", stopped)
+    monkeypatch.setattr(live.engine, "submit_all", stopped)
     try:
         done = live.post("/v1/completions", prompt="a")
         assert (done.status_code, done.json()["error"]["code"]) == (503, "shutting_down")
@@ -364,6 +511,63 @@ def test_a_connection_is_freed_at_its_end(live: Live, stream: bool) -> None:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+def ask(live: Live, **body: Any) -> socket.socket:
+    """A client that has sent a request and does no more."""
+    sent = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(sent)}"
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", int(live.url.rpartition(":")[2])))
+    client.sendall(head.encode() + b"\r\n\r\n" + sent)
+    return client
+
+
+def test_clients_of_the_real_engine_that_vanish_leave_no_slot_taken(real: Live) -> None:
+    """Some while they wait, some while their prompt is read, some while tokens are drawn; others get their answers."""
+    until(lambda: not real.engine.known)
+    expected = real.post("/v1/completions", prompt="abc", max_tokens=5, seed=1).json()["choices"][0]["text"]
+    body: dict[str, Any] = {"max_tokens": 100_000, "ignore_eos": True}
+    clients = [
+        ask(real, prompt="x" * (40_000 if number % 3 == 0 else 3), stream=number % 2 == 0, n=1 + number % 2, **body)
+        for number in range(24)
+    ]
+    until(lambda: real.engine.stats.running > 0)
+    for number, client in enumerate(clients):
+        if number % 8 == 7:
+            time.sleep(0.02)
+        client.close()
+    until(lambda: not real.engine.known and not real.service.answers)
+    assert not real.service.exchange.jobs
+    assert real.engine.stats[:4] == (0, 0, 0, 4)
+    again = real.post("/v1/completions", prompt="abc", max_tokens=5, seed=1).json()["choices"][0]["text"]
+    assert again == expected
+
+
+def test_a_socket_that_is_not_read_is_cut_off(
+    live: Live, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through the system's buffers: one that reads gets all, and the slots of the other are free."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(exchange, "BEHIND", 5000)
+    monkeypatch.setattr(exchange, "JOIN", 0.0)  # an event for each token
+    live.engine.cancelled.clear()
+    body: dict[str, Any] = {"prompt": "ab", "max_tokens": 390, "n": 100, "stream": True, "logprobs": 2}
+    assert live.post("/v1/completions", **body).text.endswith("[DONE]\n\n")
+    assert not live.engine.cancelled
+    with ask(live, **body) as slow:
+        until(lambda: len(live.engine.cancelled) == 100)
+        assert not live.engine.running
+        slow.settimeout(60)
+        said = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := slow.recv(1 << 16):
+                said = (said + part)[-100:]
+        assert b"[DONE]" not in said
+    until(lambda: not live.service.answers)
+    assert "499" in caplog.text
+    assert "too slowly" in caplog.text
 
 
 def test_slow_readers_are_cut_off(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,7 +754,7 @@ def test_a_process_is_killed_restarts_with_its_cache_and_drains(folder: Path, tm
         tokens = first["choices"][0]["tokens"]
         assert tokens == expected[: len(tokens)]
         assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-        until(lambda: served.http.get("/stats").json()["cache"]["files"] == 2)
+        until(lambda: served.http.get("/stats").json()["cache"]["files"] == 5)
     finally:
         assert served.end(signal.SIGKILL) == -signal.SIGKILL
     served = Process(folder, *words)

@@ -233,6 +233,28 @@ def test_a_visitor_writes_and_chats(writer: Served, tmp_path: Path, width: int, 
         assert int(text(browser, "made").replace(",", "")) < 2000
         browser.until(f"{TEXT.format('server')}.startsWith('The server: 0 streams now, 0 waiting. Its prefix cache')")
 
+        # the server is asked while it writes; what is measured begins anew; an early stop leaves the earlier result
+        browser.run("document.querySelector('[name=max_tokens]').value = 2000")
+        running = f"{TEXT.format('server')}.startsWith('The server: 1 stream now')"
+        browser.run(
+            "window.first = null; document.getElementById('start').addEventListener('click', () => setTimeout(() => {"
+            " window.first = ['made', 'first', 'speed', 'cached'].map(i => document.getElementById(i).textContent);"
+            " }, 0), {once: true})"
+        )
+        browser.click("#start")
+        browser.until("window.first")
+        assert browser.run("window.first") == ["0", "–", "–", "–"]
+        browser.until(f"{running} || {IDLE}")
+        assert browser.run(f"!({IDLE})")
+        browser.press("Escape")
+        browser.until(IDLE)
+        earlier, made = text(browser, "text"), text(browser, "made")
+        assert len(earlier) > 796
+        browser.run("document.getElementById('start').click(); document.getElementById('stop').click()")
+        browser.until(f"{TEXT.format('status')} === 'Stopped.' && {IDLE}")
+        assert (text(browser, "text"), text(browser, "made")) == (earlier, made)
+        assert not browser.run("document.getElementById('result').hidden || document.getElementById('figures').hidden")
+
         # a chat of two turns: the second one has the first before it
         browser.click("input[value=chat]")
         browser.run("document.querySelector('[name=max_tokens]').value = 5")

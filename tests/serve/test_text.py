@@ -1,8 +1,10 @@
 """Text and tokens: whole characters, stop texts, tokenizers, chat templates."""
 
 import asyncio
+import functools
 import itertools
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from subquad.serve.body import Refused
 from subquad.serve.choice import Choice
 from subquad.serve.request import Drawn
 from subquad.serve.settings import ServeSettings
-from subquad.serve.vocabulary import Bytes, Numbers, Vocabulary, render_template, vocabulary_of
+from subquad.serve.vocabulary import Bytes, Numbers, Vocabulary, _TextDecoder, render_template, vocabulary_of
 from tests.serve.scripted import Scripted
 
 SMALL: dict[str, Any] = {"dim": 8, "depth": 1, "heads": 2, "mechanism": "linear"}
@@ -105,11 +107,83 @@ def test_a_folder_with_a_tokenizer(tokenized: Path) -> None:
         vocabulary_of(tokenized, LanguageModel(vocab=200, **SMALL), {}, None)
 
 
-def test_invalid_bytes_do_not_hold_text_back_for_long(tokenized: Path) -> None:
-    decoder = vocabulary_of(tokenized, LanguageModel.load(tokenized), {}, None).decoder()
-    names: Any = decoder
-    invalid = names.tokenizer.convert_tokens_to_ids("Ģ")  # a byte that continues a character
-    assert any(decoder.push(invalid) for _ in range(4))
+@functools.cache
+def crossing() -> Any:
+    """A byte-level tokenizer with tokens that hold the end of one character and the beginning of the next."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    letter = import_module("transformers.convert_slow_tokenizer").bytes_to_unicode()
+    merges = [(b"\xe3", b"\x83"), (b"\xbc", b"\xe3\x83"), (b"\x9f", b"\x98"), (b"\x80", b"\xf0")]
+    pairs = [tuple("".join(letter[byte] for byte in part) for part in pair) for pair in merges]
+    vocab = {name: number for number, name in enumerate([*alphabet, *map("".join, pairs)])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def falling_back() -> Any:
+    """A tokenizer of words, with a token for each byte of what is no word."""
+    tokenizers = pytest.importorskip("tokenizers")
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁", "a"]
+    vocab = {name: number for number, name in enumerate(names)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    parts = tokenizers.decoders
+    made.decoder = parts.Sequence(
+        [parts.Replace("▁", " "), parts.ByteFallback(), parts.Fuse(), parts.Strip(content=" ", left=1)]
+    )
+    return pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def decoded(tokenizer: Any, tokens: list[int], fallback: dict[int, bytes] | None = None) -> list[str]:
+    """What a decoder gives token by token, and at the end."""
+    decoder = _TextDecoder(tokenizer, frozenset(), fallback or {})
+    return [*map(decoder.push, tokens), decoder.flush()]
+
+
+def test_characters_whose_bytes_lie_in_several_tokens_are_written_as_soon_as_they_are_whole() -> None:
+    tokenizer = crossing()
+    tokens = tokenizer.encode("ー" * 40)
+    assert len(tokens) == 41  # each but the last ends within a character
+    assert decoded(tokenizer, tokens) == ["", *["ー"] * 40, ""]
+    first, *rest = tokenizer.encode("ー")
+    invalid = tokenizer.convert_tokens_to_ids("Ģ")  # a byte that continues a character
+    assert "".join(decoded(tokenizer, [invalid, invalid, first, *rest])) == "\ufffd\ufffdー"
+    assert "".join(decoded(tokenizer, [first, first, *rest])) == "\ufffdー"
+    assert decoded(tokenizer, [invalid] * 30) == ["", *["\ufffd"] * 30]
+
+
+@given(st.text("aー😀\N{REPLACEMENT CHARACTER}", max_size=40), st.lists(st.integers(0, 259), max_size=40))
+def test_any_tokens_are_written_as_their_tokenizer_writes_them_together(text: str, noise: list[int]) -> None:
+    tokenizer = crossing()
+    for tokens in (tokenizer.encode(text), noise):
+        assert "".join(decoded(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def test_tokens_of_single_bytes() -> None:
+    tokenizer = falling_back()
+    the, space, a = (tokenizer.convert_tokens_to_ids(name) for name in ("▁the", "▁", "a"))
+    fallback = {number + 1: bytes([number]) for number in range(256)}
+    bar = [byte + 1 for byte in "ー".encode()]
+    assert decoded(tokenizer, [the, *bar, *bar, the, a], fallback) == [
+        "the",
+        "",
+        "",
+        "ー",
+        "",
+        "",
+        "ー",
+        " the",
+        "a",
+        "",
+    ]
+    assert decoded(tokenizer, [the, 256, *bar, bar[0], a, space, a], fallback) == [
+        "the", "\ufffd", "", "", "ー", "", "\ufffda", " ", "a", "",
+    ]  # fmt: skip
+    assert decoded(tokenizer, [a, *bar[:2]], fallback) == ["a", "", "", "\ufffd"]
+    long = bar * 20
+    assert "".join(decoded(tokenizer, [a, *long, the], fallback)) == tokenizer.decode([a, *long, the])
 
 
 @pytest.mark.parametrize(
@@ -152,7 +226,7 @@ def test_an_image_model_takes_and_gives_tokens(tmp_path: Path) -> None:
     assert wrong.status_code == 400
     about = models.json()["data"][0]["subquad"]
     assert about["image"] == {"rows": 4, "columns": 4, "channels": 1, "shades": 16, "tokens": 16}
-    assert (about["start"], about["longest"], about["writes"]) == (16, 16, "images")
+    assert (about["start"], about["longest"], about["writes"]) == (16, 17, "images")  # the start and 16 pixels
 
 
 def test_what_models_write() -> None:

@@ -42,8 +42,11 @@ def names() -> list[str]:
     return sorted({path.parent.name for folder in folders() for path in folder.glob(f"*/{WEIGHTS}")})
 
 
-def find(name: str | Path) -> Path:
-    """The folder of a saved model: a path to one, a run folder that holds one in model/, or a checkpoint's name."""
+def find(name: str | Path, option: str = "checkpoint") -> Path:
+    """The folder of a saved model: a path to one, a run folder that holds one in model/, or a checkpoint's name.
+
+    `option`: what errors call it.
+    """
     path = Path(name)
     for folder in (path, path / "model", *(folder / name for folder in folders())):
         if (folder / WEIGHTS).is_file():
@@ -53,7 +56,7 @@ def find(name: str | Path) -> Path:
     known = names()
     shipped = f"Checkpoints are {', '.join(known)}" if known else "There are no named checkpoints here"
     raise NotFound(
-        f"checkpoint={str(name)!r} is neither a run, nor the folder of a saved model, nor a checkpoint's name"
+        f"{option}={str(name)!r} is neither a run, nor the folder of a saved model, nor a checkpoint's name"
         f"{nearest(str(name), known)} {shipped}; a saved model is a directory with {WEIGHTS} and {CONFIG}"
     )
 

@@ -1,6 +1,7 @@
 """One answer: events of a stream as they come, or one JSON object at the end."""
 
 import asyncio
+import hashlib
 import itertools
 import json
 import secrets
@@ -34,12 +35,22 @@ def requests_of(asked: Asked, owner: str) -> list[Request]:
     prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
     return [
         Request(
-            prompt=prompt, steps=max(1, asked.steps), sampling=asked.sampling, seed=asked.seed + number,
+            prompt=prompt, steps=max(1, asked.steps), sampling=asked.sampling, seed=seed_of(asked.seed, number),
             stop=asked.ends, logprobs=asked.logprobs, owner=owner,
             prompt_logprobs=bool(asked.echoed) and asked.logprobs is not None,
         )
         for number, prompt in enumerate(prompts)
     ]  # fmt: skip
+
+
+def seed_of(seed: int, number: int) -> int:
+    """The seed of a choice: the first one has the request's, the others have a hash of it and their number.
+
+    So choices are not those of another seed, as they would be with seed + number.
+    """
+    if number == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()) >> 2
 
 
 class Answer:
@@ -136,10 +147,13 @@ class Answer:
 
     def _echo(self, number: int, drawn: tuple[Drawn, ...]) -> Piece:
         """The prompt as a piece of the answer, with its tokens' log-probabilities if they were asked for."""
-        prompt = self.asked.prompts[number // self.asked.n]
-        whole = Choice(number, self.vocabulary, (), ())
-        whole.push(drawn or [Drawn(token) for token in prompt], "length")
-        piece = whole.take() or Piece("", [], [])
+        prompt = number // self.asked.n
+        if drawn and not self.asked.begun[prompt]:
+            whole = Choice(number, self.vocabulary, (), ())
+            whole.push(drawn, "length")
+            piece = whole.take() or Piece("", [], [])
+        else:
+            piece = Piece(self.asked.echoed[prompt], [], [])
         self.echo[number] = piece
         return piece
 

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -24,14 +24,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from subquad.checks import shown
 from subquad.disk import parse_json
 from subquad.serve.answer import DIRECT, Answer, requests_of, to_json
-from subquad.serve.body import Asked, Reader, Refused
+from subquad.serve.body import KNOWN, Asked, Reader, Refused
 from subquad.serve.exchange import Exchange, Job
 from subquad.serve.metrics import Metrics
 from subquad.serve.page import page, policy
 from subquad.serve.request import Full
+from subquad.serve.request import Request as Choice
+
+T = TypeVar("T")
 
 logger = logging.getLogger("subquad.serve")
-LARGE = 1 << 16  # bytes of a body that is read in a thread, so that streams do not wait for it
+LARGE = 1 << 16  # bytes of a body that is read in a thread
+MANY = 64  # choices of one that is
 PATIENCE = 30.0  # seconds to send a body
 STALLED = 60.0  # seconds without reading after which a client is cut off
 SAFE = {"cache-control": "no-cache", "referrer-policy": "no-referrer", "x-content-type-options": "nosniff"}
@@ -129,13 +133,12 @@ class Service:
     async def _answer(self, request: Request, read: Callable[[Mapping[str, Any]], Asked]) -> Any:
         self._check_open()
         body = await self._body(request)
-        if len(body) > LARGE:
-            asked = await asyncio.to_thread(_read, body, read)
-        else:
-            asked = _read(body, read)
+        large = len(body) > LARGE
+        asked = await _run(large, lambda: _read(body, read))
         job = Job(self.exchange, asked.stream or bool(asked.stop))
         try:
-            job.submit(requests_of(asked, request.state.owner))
+            many = large or len(asked.prompts) * asked.n > MANY
+            job.submit(await _run(many, lambda: self._requests(asked, request.state.owner)))
         except Full as full:
             self._check_open()  # the engine may have stopped while the body came
             message = f"the queue is full: {full}" if str(full) else "the queue is full"
@@ -146,6 +149,11 @@ class Service:
         answer = Answer(asked, job, self.reader.vocabulary, self.reader.name, lambda *ended: self._ended(path, *ended))
         self.answers.add(answer)
         return answer
+
+    def _requests(self, asked: Asked, owner: str) -> list[Choice]:
+        requests = requests_of(asked, owner)
+        self.exchange.engine.check(requests)
+        return requests
 
     def _check_open(self) -> None:
         if self.draining:
@@ -196,6 +204,7 @@ class Service:
             except (Refused, HTTPException) as refused:
                 status = refused.status if isinstance(refused, Refused) else refused.status_code
                 self.metrics.requests.labels(request.scope["route"].path, str(status)).inc()
+                self._log_refusal(request.scope["route"].path, status, refused)
                 raise
             except ClientDisconnect:
                 return Response(status_code=499)
@@ -205,6 +214,14 @@ class Service:
                 return _json(Refused(500, "the server failed; its log says where").content(), 500)
 
         return call
+
+    def _log_refusal(self, path: str, status: int, refused: Refused | HTTPException) -> None:
+        """What was wrong may quote a prompt, so only names that we know are told."""
+        parts = (
+            [refused.code, refused.param if refused.param in KNOWN else None] if isinstance(refused, Refused) else []
+        )
+        why = ", ".join(part for part in parts if part) if not self.log_prompts else str(refused)
+        logger.info("%s %d refused%s", path, status, f": {why}" if why else "")
 
     def _log_failure(self, path: str, error: Exception) -> None:
         where = "".join(traceback.format_tb(error.__traceback__))
@@ -231,6 +248,11 @@ class Service:
                 if answer.sending is not None and answer.sending < late and answer.task is not None:
                     answer.job.leave(f"the client has not read for {STALLED:.0f} s")
                     answer.task.cancel()
+
+
+async def _run(aside: bool, function: Callable[[], T]) -> T:
+    """Call a function; `aside` in a thread, so that streams do not wait for it."""
+    return await asyncio.to_thread(function) if aside else function()
 
 
 def _read(body: bytes, read: Callable[[Mapping[str, Any]], Asked]) -> Asked:

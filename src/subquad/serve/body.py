@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from subquad.checks import check_plain, nearest, refuse, shown
+from subquad.checks import LARGEST, check_plain, nearest, refuse, shown
 from subquad.models import Sampling
 from subquad.serve.vocabulary import Vocabulary
 
@@ -38,6 +38,7 @@ class Asked:
     chat: bool
     prompts: tuple[tuple[int, ...], ...]
     echoed: tuple[str, ...] = ()  # the text of each prompt with echo, otherwise empty
+    begun: tuple[bool, ...] = ()  # with echo: whether a prompt is only the start token, as its text was empty
     steps: int
     n: int = 1
     sampling: Sampling = field(default_factory=Sampling)
@@ -75,22 +76,29 @@ COMPLETION: dict[str, Any] = {**BOTH, "prompt": Any, "logprobs": int, "echo": bo
 CHAT: dict[str, Any] = {**BOTH, "messages": Any, "max_completion_tokens": int, "logprobs": bool, "top_logprobs": int}
 
 
+KNOWN = frozenset({*COMPLETION, *CHAT, *NEUTRAL, *NEUTRAL_COMPLETION, *NEUTRAL_CHAT, *IGNORED})
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads bodies for one model."""
 
     name: str
     vocabulary: Vocabulary
-    longest: int  # positions: tokens of a prompt and its answer
+    longest: int  # tokens of a prompt and its answer
 
     def completion(self, body: Mapping[str, Any]) -> Asked:
         given = self._known(body, COMPLETION, NEUTRAL | NEUTRAL_COMPLETION)
-        prompts = self._prompts(given.get("prompt"))
+        read = self._prompts(given.get("prompt"))
         logprobs, echo = given.get("logprobs"), given.get("echo", False)
         _check_range("logprobs", logprobs, 0, MOST_TOP)
-        steps = self._steps("max_tokens", given.get("max_tokens"), prompts, COMPLETION_STEPS, 0 if echo else 1)
-        echoed = tuple(self._text(prompt) for prompt in prompts) if echo else ()
-        return self._asked(given, chat=False, prompts=prompts, echoed=echoed, steps=steps, logprobs=logprobs)
+        prompts = tuple(prompt or (self.vocabulary.start,) for prompt in read)
+        steps = self._steps("max_tokens", given.get("max_tokens"), prompts, COMPLETION_STEPS, 0)
+        echoed = tuple(self._text(prompt) for prompt in read) if echo else ()
+        begun = tuple(not prompt for prompt in read) if echo else ()
+        return self._asked(
+            given, chat=False, prompts=prompts, echoed=echoed, begun=begun, steps=steps, logprobs=logprobs
+        )
 
     def chat(self, body: Mapping[str, Any]) -> Asked:
         given = self._known(body, CHAT, NEUTRAL | NEUTRAL_CHAT)
@@ -118,6 +126,11 @@ class Reader:
                 continue
             hint = hints.get(name, IGNORED.get(name))
             if hint is not None:
+                words = {str: "a text", str | list[str]: "a text or a list of texts"}.get(hint)
+                if words is not None and not _fits(value, hint):
+                    _checked(name, refuse, name, value, words)
+                if name == "seed" and type(value) is int and not -LARGEST <= value <= LARGEST:
+                    _checked(name, refuse, name, value, "an integer from -(2**63 - 1) to 2**63 - 1")
                 _checked(name, check_plain, name, value, hint)
             elif name not in neutral:
                 known = [*hints, *neutral, *IGNORED]
@@ -153,17 +166,23 @@ class Reader:
             del sampling["top_k"]
         return Asked(
             n=n, stop=stop, stream=given.get("stream", False), usage=options.get("include_usage", False),
-            sampling=self._sampling(sampling), seed=secrets.randbits(62) if seed is None else _spread(seed),
+            sampling=self._sampling(sampling), seed=secrets.randbits(62) if seed is None else seed,
             ends=() if given.get("ignore_eos") else self.vocabulary.ends, **rest,
         )  # fmt: skip
 
     def _sampling(self, options: Mapping[str, Any]) -> Sampling:
         for name, value in options.items():
-            _checked(name, lambda name=name, value=value: Sampling(**{name: value}))
+            if name != "top_p" or value != 0:
+                _checked(name, lambda name=name, value=value: Sampling(**{name: value}))
+        if options.get("top_p") == 0:  # the most probable token alone, at OpenAI too
+            options = {**{n: v for n, v in options.items() if n != "top_p"}, "temperature": 0}
         return Sampling(**options, exclude=self.vocabulary.never)
 
     def _prompts(self, prompt: Any) -> tuple[tuple[int, ...], ...]:
-        """Accepted: a text, a list of texts, tokens, a list of lists of tokens; null or nothing is an empty text."""
+        """Tokens of each prompt, none for an empty text.
+
+        Accepted: a text, a list of texts, tokens, a list of lists of tokens; null or nothing is an empty text.
+        """
         texts = prompt in (None, "") or isinstance(prompt, str)
         if texts:
             return (self._tokens(prompt or ""),)
@@ -174,8 +193,9 @@ class Reader:
         return (self._tokens(prompt),)
 
     def _tokens(self, prompt: str | list[Any]) -> tuple[int, ...]:
-        """Tokens of one prompt, never none: an empty prompt is the token that texts begin with."""
         vocab = self.vocabulary.vocab
+        if prompt == []:
+            _wrong("prompt", "prompt=[] cannot work: accepted are at least one token, or a text")
         if len(prompt) > self.longest and (isinstance(prompt, list) or self.vocabulary.kind != "text"):
             self._too_long(len(prompt))
         if isinstance(prompt, str):
@@ -185,7 +205,7 @@ class Reader:
         else:
             odd = next(token for token in prompt if type(token) is not int or not 0 <= token < vocab)
             _wrong("prompt", f"prompt holds {shown(odd)}: accepted are tokens, integers from 0 to {vocab - 1}")
-        return tuple(tokens) or (self.vocabulary.start,)
+        return tuple(tokens)
 
     def _text(self, prompt: Sequence[int]) -> str:
         decoder = self.vocabulary.decoder()
@@ -215,7 +235,7 @@ class Reader:
 
     def _steps(self, name: str, steps: int | None, prompts: Sequence[Sequence[int]], default: int, least: int) -> int:
         longest = max(map(len, prompts))
-        room = self.longest - longest + 1  # the last token that is drawn takes no position
+        room = self.longest - longest
         if room < 1:
             self._too_long(longest)
         if steps is None:
@@ -231,9 +251,11 @@ class Reader:
         raise Refused(400, message, param="prompt", code="context_length_exceeded")
 
 
-def _spread(seed: int) -> int:
-    """A seed from -2**63 to 2**63 - 1 as one that leaves room for a number for each choice."""
-    return seed & (2**62 - 1)
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is a text, or a list of texts if that is accepted too."""
+    return isinstance(value, str) or (
+        hint is not str and isinstance(value, list) and all(isinstance(part, str) for part in value)
+    )
 
 
 def _check_range(name: str, value: int | None, least: int, most: int | None) -> None:

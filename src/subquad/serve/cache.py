@@ -1,8 +1,9 @@
 """The exact prefix cache: a tree of tokens, with the states of a model after some of them.
 
-States lie at borders, after multiples of `every` tokens. A prompt that is read in pieces between these borders, from
-its first token on and alone in its batch, is read the same way with a cached state and without one: on a CPU the
-numbers are equal bit by bit.
+States lie at borders, after multiples of `every` tokens and at a few places before the first of them. A prompt that is
+read in pieces between these borders, from its first token on and alone in its batch, is read the same way with a cached
+state and without one: on a CPU the numbers are equal bit by bit. A state after any other number of tokens, where a
+prompt was read to its end, serves only prompts that are read to the same place: their last piece is the same too.
 
 A state of constant size is kept whole. Of a growing one, such as keys and values, each entry keeps only the rows after
 those of the entry that it continues; so a long prompt costs memory once, not once for every border.
@@ -24,15 +25,15 @@ import torch
 from torch import Tensor
 
 import subquad
-from subquad.checks import check_count, check_device, refuse
+from subquad.checks import check_count, check_device, counts, refuse
 from subquad.disk import logger
 from subquad.models.decoding import decoder_of
 from subquad.models.footprint import imagine
 from subquad.models.saving import digest_tensors, tensors_of
 from subquad.models.state import State, batch_of, leaves, map_state, positions
+from subquad.serve.borders import EARLY, EVERY, border_after, is_border
 from subquad.serve.cache_folder import CacheFolder, hash_owner
 
-EVERY = 256  # tokens between borders
 WIDTH = 4  # bytes of a token in the tree
 ALIGNED = 64  # bytes: tensors begin at multiples of it
 
@@ -43,7 +44,7 @@ class Stats(NamedTuple):
     entries: int  # states in memory
     bytes: int  # that they and the tokens before them take
     limit: int
-    files: int  # states on disk
+    files: int  # states on disk, also of other models
     file_bytes: int
     hits: int
     misses: int
@@ -64,7 +65,7 @@ class Kept(NamedTuple):
 
 
 class Node:
-    """A place in the tree: `every` tokens after its parent."""
+    """A place in the tree: a border, whose parent is the one before; or an end, which has no children."""
 
     __slots__ = ("base", "children", "depth", "file", "kept", "key", "live", "owner", "parent")
 
@@ -88,9 +89,10 @@ class PrefixCache:
     cache.put(tokens[:256], state)                    # the state after exactly these tokens
 
     limit         bytes of states in memory, with the tokens before them
-    every         states lie after multiples of this number of tokens
-    folder        where states outlive the server; they are written in the background
-    folder_limit  bytes of the files; by default four times `limit`
+    every         borders lie after multiples of this number of tokens
+    early         and after so many
+    folder        where states at borders outlive the server; they are written in the background
+    folder_limit  bytes of the files, of all models together; by default four times `limit`
     fingerprint   what tells this model's files from those of another
     like          a state of the model for one stream, on its device, such as init_state(1)
     device        where states are kept; by default in host memory, which is pinned if the model is on a GPU
@@ -105,6 +107,7 @@ class PrefixCache:
         limit: int,
         *,
         every: int = EVERY,
+        early: tuple[int, ...] = EARLY,
         folder: Path | None = None,
         folder_limit: int | None = None,
         fingerprint: str = "",
@@ -114,13 +117,16 @@ class PrefixCache:
     ):
         check_count("limit", limit)
         check_count("every", every)
+        if not isinstance(early, tuple) or not counts(early):
+            refuse("early", early, "a tuple of numbers of tokens")
         check_count("folder_limit", 1 if folder_limit is None else folder_limit)
         check_device("device", device, meta=False)
         if folder_limit is not None and folder is None:
             refuse("folder_limit", folder_limit, "None without a folder")
         if folder is not None and not fingerprint:
             refuse("fingerprint", fingerprint, "that of the model, as its files must be told from those of others")
-        self.limit, self.every, self.like, self.kept_on = limit, every, like, torch.device(device)
+        self.limit, self.every, self.early, self.like = limit, every, early, like
+        self.kept_on = torch.device(device)
         self.folder_limit = 4 * limit if folder_limit is None else folder_limit
         self.device = next(leaves(like))[1].device
         self.rows = functools.lru_cache(4096)(functools.partial(_rows, room or (lambda _: like)))
@@ -138,7 +144,7 @@ class PrefixCache:
         self.writer: threading.Thread | None = None
         self.ended = False  # what still waits is not written
         if folder is not None:
-            self.folder = CacheFolder(Path(folder), fingerprint, every, like)
+            self.folder = CacheFolder(Path(folder), fingerprint, every, early, like)
             self.key = self.folder.key
             self._take_over()
             self.writer = threading.Thread(target=self._write, name="cache", daemon=True)
@@ -151,6 +157,7 @@ class PrefixCache:
         limit: int,
         *,
         every: int = EVERY,
+        early: tuple[int, ...] = EARLY,
         folder: Path | None = None,
         folder_limit: int | None = None,
         device: str | torch.device = "cpu",
@@ -160,19 +167,19 @@ class PrefixCache:
         with torch.no_grad():
             like = decoder.init_state(1, 1)
         return cls(
-            limit, every=every, folder=folder, folder_limit=folder_limit, like=like, device=device,
+            limit, every=every, early=early, folder=folder, folder_limit=folder_limit, like=like, device=device,
             fingerprint="" if folder is None else fingerprint(model), room=functools.partial(imagine, decoder),
         )  # fmt: skip
 
     def find(self, tokens: Sequence[int], owner: str = "") -> tuple[int, State | None]:
         """The longest known prefix of the tokens that leaves at least one to read: (its length, its state).
 
+        It ends at a border, or right before the last token.
         The state is a copy on the model's device, for one stream; (0, None) if no prefix is known. A growing one has
         room for these tokens only: give it as much room as the states have that are read without the cache, because
         sums over more empty places are rounded differently.
         """
-        count = max(0, len(tokens) - 1) // self.every * self.every
-        data = array("i", tokens[:count]).tobytes()
+        data = array("i", tokens[:-1]).tobytes()
         with self.lock:
             for node in reversed(self._walk(hash_owner(owner, self.key), data)):
                 if not node.usable:
@@ -195,8 +202,8 @@ class PrefixCache:
     def put(self, tokens: Sequence[int], state: State, owner: str = "") -> None:
         """Keep the state after exactly these tokens; a copy is kept, so the state may be changed afterwards."""
         count = len(tokens)
-        if count == 0 or count % self.every:
-            raise ValueError(f"tokens has length {count}: accepted are multiples of every={self.every}")
+        if count == 0:
+            raise ValueError("tokens is empty: accepted are the tokens that the state has seen, at least one")
         if (rows := batch_of(state)) != 1:
             raise ValueError(f"state has batch {rows}: accepted is the state of one stream; pick it with select")
         if self.device.type == "cpu" and any(int(part) != count for part in positions(state)):
@@ -216,7 +223,7 @@ class PrefixCache:
                 finally:
                     self._prune(node)  # if nothing is kept there
                 self.stored += 1
-                if self.folder is not None and node.file is None:
+                if self.folder is not None and node.file is None and is_border(count, self.every, self.early):
                     self.waiting.put(node)
             self._touch(line(node))
             self._evict()
@@ -253,14 +260,15 @@ class PrefixCache:
             node = Node(None, b"", 0, owner)
             if make:
                 self.roots[owner] = node
-        path, step = [], WIDTH * self.every
-        for start in range(0, len(data), step):
-            key = data[start : start + step]
+        path, count = [], len(data) // WIDTH
+        while node.depth < count:
+            end = min(border_after(node.depth, self.every, self.early), count)
+            key = data[WIDTH * node.depth : WIDTH * end]
             child = node.children.get(key)
             if child is None:
                 if not make:
                     break
-                child = node.children[key] = Node(node, key, node.depth + self.every, owner)
+                child = node.children[key] = Node(node, key, end, owner)
             path.append(child)
             node = child
         return path
@@ -397,14 +405,17 @@ class PrefixCache:
     # Files
 
     def _take_over(self) -> None:
-        """The states that an earlier server left in the folder; they are read when they are needed."""
+        """The states that earlier servers left in the folder; they are read when they are needed.
+
+        Those of other models only take room, and lie outside the tree.
+        """
         assert self.folder is not None
         found = []
         for owner, file in self.folder.scan():
-            path = self._walk(owner, file.tokens, make=True)
+            path = self._walk(owner, file.tokens, make=True) if file.tokens else [Node(None, b"", 0, "")]
             node = path[-1]
             node.file, self.files[node] = file.path, file.size
-            node.base = path[file.base // self.every - 1] if file.base else None
+            node.base = next((place for place in path[:-1] if place.depth == file.base), None)
             self.file_bytes += file.size
             found.append(node)
         for node in found:

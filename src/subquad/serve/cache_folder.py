@@ -1,10 +1,12 @@
 """The files of a prefix cache: one safetensors file per state, which only the cache's owner can read.
 
-    FOLDER/key                        32 random bytes; names of owners are hashed with them
-    FOLDER/OWNER/NAME.safetensors     OWNER: a keyed hash of whose state it is; NAME: a hash of the tokens before it
+    FOLDER/key                              32 random bytes; names of owners are hashed with them
+    FOLDER/MODEL/OWNER/NAME.safetensors     MODEL: a hash of its fingerprint and of where borders lie; OWNER: a keyed
+                                            hash of whose state it is; NAME: a hash of the tokens before it
 
 A file says which model its state is of and which tokens came before it, under the digest that `load_state` checks. One
-that is damaged, half written or of another model is removed with a line in the log: a cache can be filled again.
+that is damaged or half written is removed with a line in the log: a cache can be filled again. States of other models
+stay, but the least recently used file of all leaves first.
 """
 
 import contextlib
@@ -24,9 +26,10 @@ from torch import Tensor
 from subquad.checks import refuse
 from subquad.disk import check_folder, lock_folder, logger, write_whole
 from subquad.models.state import State, load_state, map_state, save_state, size
+from subquad.serve.borders import is_border
 
 KEY, ENDING = "key", ".safetensors"
-OWNER = re.compile(r"[0-9a-f]{32}")
+HASH = re.compile(r"[0-9a-f]{32}")
 HEADER = 1 << 14  # bytes that a file may have besides its tensors, about; its own size counts once it is written
 
 
@@ -43,7 +46,7 @@ class Found(NamedTuple):
     """A file that was there when the cache began."""
 
     path: Path
-    tokens: bytes
+    tokens: bytes  # none of a state of another model
     base: int
     size: int
 
@@ -51,7 +54,7 @@ class Found(NamedTuple):
 class CacheFolder:
     """The folder of one cache, which no other process uses meanwhile."""
 
-    def __init__(self, path: Path, fingerprint: str, every: int, like: State):
+    def __init__(self, path: Path, fingerprint: str, every: int, early: tuple[int, ...], like: State):
         check_folder("folder", path)
         if path.is_dir() and not (path / KEY).is_file() and any(path.iterdir()):
             refuse("folder", str(path), "a new or empty folder, or one of an earlier cache")
@@ -60,9 +63,10 @@ class CacheFolder:
             path.chmod(0o700)
         except OSError as error:
             refuse("folder", str(path), f"a folder of your own, which others cannot read ({error})")
-        self.path, self.about = path, json.dumps([fingerprint, every])
+        self.path, self.about = path, json.dumps([fingerprint, every, early])
         self.like = map_state(lambda tensor: torch.empty_like(tensor, device="cpu"), like)
-        self.every = every
+        self.every, self.early = every, early
+        self.own = path / hashlib.sha256(self.about.encode()).hexdigest()[:32]
         self.lock = contextlib.ExitStack()
         self.lock.enter_context(lock_folder(path, "another server keeps its states there"))
         try:
@@ -82,19 +86,22 @@ class CacheFolder:
     def scan(self) -> Iterator[tuple[str, Found]]:
         """(owner, file) of every state in the folder, the least recently used first; all other files are removed."""
         found = []
-        for folder in sorted(self.path.iterdir()):
-            if not OWNER.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
-                continue
+        folders = [folder for model in _folders(self.path) for folder in _folders(model)]
+        for folder in folders:
             for path in sorted(folder.iterdir()):
                 if path.name.startswith("."):
                     logger.warning("%s is removed: it is half written", path)
                     self.remove(path)
                     continue
                 try:
-                    found.append((path.stat().st_mtime_ns, folder.name, self._describe(path)))
+                    file = (
+                        self._describe(path) if folder.parent == self.own else Found(path, b"", 0, path.stat().st_size)
+                    )
+                    found.append((path.stat().st_mtime_ns, folder.name, file))
                 except Exception as error:  # whatever is wrong with the file, the server works without it
                     logger.warning("%s is removed: %s", path, error)
                     self.remove(path)
+        for folder in (*folders, *_folders(self.path)):
             with contextlib.suppress(OSError):  # it holds files
                 folder.rmdir()
         for _, owner, file in sorted(found, key=lambda entry: entry[0]):
@@ -106,7 +113,7 @@ class CacheFolder:
 
     def path_of(self, owner: str, tokens: bytes) -> Path:
         """Where the state after these tokens is kept; `owner` is a hash."""
-        return self.path / owner / (hashlib.sha256(self._origin(owner) + tokens).hexdigest() + ENDING)
+        return self.own / owner / (hashlib.sha256(self._origin(owner) + tokens).hexdigest() + ENDING)
 
     def bytes_of(self, state: State, tokens: bytes) -> int:
         """About the size of the file."""
@@ -114,6 +121,7 @@ class CacheFolder:
 
     def write(self, path: Path, tokens: bytes, base: int, state: State) -> int:
         """Write a state; its size. OSError if the disk is full."""
+        self.own.mkdir(mode=0o700, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         origin = torch.frombuffer(bytearray(self._origin(path.parent.name)), dtype=torch.uint8)[None]
         read = torch.frombuffer(bytearray(tokens), dtype=torch.int32)[None]
@@ -161,10 +169,15 @@ class CacheFolder:
         if origin != self._origin(path.parent.name):
             raise ValueError("it is of another model, or of another cache")
         start, count = int.from_bytes(base, "little"), len(read) // 4
-        whole = count > 0 and count % self.every == 0 and start % self.every == 0 and 0 <= start < count
-        if not whole or path != self.path_of(path.parent.name, read):
+        begins = start == 0 or (start < count and is_border(start, self.every, self.early))
+        if not begins or not is_border(count, self.every, self.early) or path != self.path_of(path.parent.name, read):
             raise ValueError("it is damaged: its name is not that of its tokens")
         return Found(path, read, start, path.stat().st_size)
+
+
+def _folders(path: Path) -> list[Path]:
+    """Those that a cache has made in a folder."""
+    return [one for one in sorted(path.iterdir()) if HASH.fullmatch(one.name) and one.is_dir() and not one.is_symlink()]
 
 
 def hash_owner(owner: str, key: bytes) -> str:

@@ -9,15 +9,15 @@ import sys
 import threading
 import time
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol, get_type_hints
 
 import torch
 from torch import Tensor
 
-from subquad.checks import LARGEST, check_count, check_plain, refuse
+from subquad.checks import LARGEST, check_count, check_plain, counts, refuse
 from subquad.disk import logger
 from subquad.models.decoding import decoder_of, head_of, limit_of, stack_of, values_of, vocab_of
 from subquad.models.footprint import Rooms
@@ -26,11 +26,11 @@ from subquad.models.sampling import PLAIN
 from subquad.models.state import State, map_state, select
 from subquad.models.streams import Streams
 from subquad.ops.cache import BLOCK
+from subquad.serve.borders import EARLY, EVERY, border_after, is_border
 from subquad.serve.drafting import Draft, Drafter
 from subquad.serve.reading import Reader, record
 from subquad.serve.request import Drawn, Full, Request, Stats, Update
 
-PIECE = 256  # tokens of a prompt between two steps
 ABREAST = 8  # pieces of different prompts in one call on a GPU, which would be idle with one
 LEAST = 32  # reading fewer tokens than this takes as long
 SEATS = 16  # prompts that are read at the same time
@@ -48,25 +48,40 @@ _HINTS = {name: hint for name, hint in get_type_hints(Request).items() if name n
 class Cache(Protocol):
     """What the engine needs of a prefix cache."""
 
-    every: int  # it keeps states after multiples of this number of tokens
+    every: int  # borders lie at multiples of this number of tokens
+    early: tuple[int, ...]  # and after so many
 
     def find(self, tokens: tuple[int, ...], owner: str = "") -> tuple[int, State | None]:
-        """The longest prefix whose state is kept, shorter than tokens: (its length, its state, batch 1)."""
+        """The longest prefix whose state is kept, shorter than tokens: (its length, its state, batch 1).
+
+        It ends at a border, or right before the last token.
+        """
 
     def put(self, tokens: tuple[int, ...], state: State, owner: str = "") -> None:
-        """Keep the state after exactly these tokens."""
+        """Keep the state after exactly these tokens, which end at a border or before the last token of a prompt."""
+
+
+class _Alike:
+    """Requests of one client for the same prompt, such as `n` choices: one of them reads it."""
+
+    __slots__ = ("prompt", "state")
+
+    def __init__(self) -> None:
+        self.state: State | None = None  # after the part of the prompt that is read
+        self.prompt: list[Drawn] = []  # its log-probabilities
 
 
 class _Job:
     """A request and how far it is."""
 
     __slots__ = (
-        "begun", "cached", "draft", "id", "looked", "made", "number", "prompt", "read", "request", "scored", "state",
-        "text",
+        "alike", "begun", "cached", "draft", "id", "looked", "made", "number", "prompt", "read", "request", "scored",
+        "state", "text",
     )  # fmt: skip
 
-    def __init__(self, number: int, request: Request):
+    def __init__(self, number: int, request: Request, alike: _Alike):
         self.number, self.request = number, request
+        self.alike: _Alike | None = alike  # until the stream starts
         self.begun = time.monotonic()
         self.scored = request.logprobs is not None
         self.state: State | None = None  # after the first `read` tokens of the prompt, until the stream starts
@@ -93,10 +108,11 @@ class Engine:
 
     slots     streams that run at the same time; the batch always has that many rows
     capacity  positions that a stream may fill; None: as many as the model has, and 2,048 if its state grows
-    queue     requests that may wait
-    cache     keeps states of prompts at multiples of cache.every tokens
+    queue     requests that may wait, besides those that run
+    cache     keeps states of prompts at borders and at their ends
     draft     a smaller model that guesses tokens, which the model then checks in one pass
     piece     tokens of a prompt that are read between two steps, from its first one on; it divides cache.every
+    early     places where the first pieces end, besides multiples of `piece`; with a cache, those of the cache
     deliver   called with the updates of each turn, from the engine's thread
     abreast   pieces of different prompts that are read in one call, on a GPU: always a batch of that many rows, so that
               a row's numbers do not depend on the others. On a CPU a piece is read alone
@@ -114,6 +130,7 @@ class Engine:
         cache: Cache | None = None,
         draft: Any = None,
         piece: int | None = None,
+        early: tuple[int, ...] | None = None,
         deliver: Callable[[list[Update]], None] | None = None,
         abreast: int | None = None,
         ahead: int = 4,
@@ -122,7 +139,9 @@ class Engine:
         check_drawing(model, PLAIN, ())
         cuda = model.device.type == "cuda"
         if piece is None:
-            piece = PIECE if cache is None else cache.every
+            piece = EVERY if cache is None else cache.every
+        if early is None:
+            early = EARLY if cache is None else cache.early
         abreast = (ABREAST if cuda else 1) if abreast is None else abreast
         for name, count in (
             ("slots", slots),
@@ -135,6 +154,8 @@ class Engine:
         check_count("crowd", crowd, 0)
         if cache is not None and cache.every % piece:
             refuse("piece", piece, f"a divisor of cache.every={cache.every}: states lie between pieces")
+        if not counts(early) or (cache is not None and early != cache.early):
+            refuse("early", early, "a tuple of numbers of tokens, with a cache those of the cache")
         self.limit = limit_of(model)
         if capacity is None:
             grows = stack_of(model).traits.state in ("growing", None)
@@ -144,7 +165,7 @@ class Engine:
             refuse("capacity", capacity, f"at most {self.limit}, the positions of this model")
         self.model, self.modules = model, list(model.modules())
         self.slots, self.capacity, self.most = slots, capacity, queue
-        self.cache, self.piece, self.abreast, self.deliver = cache, piece, abreast, deliver
+        self.cache, self.piece, self.early, self.abreast, self.deliver = cache, piece, early, abreast, deliver
         self.ahead, self.crowd = ahead, crowd
         self.drafter = None if draft is None else Drafter(draft, model)
         self.values, self.vocab = values_of(model), vocab_of(model)
@@ -172,14 +193,21 @@ class Engine:
 
     # What other threads call
 
-    def check(self, request: Request) -> None:
-        """ValueError if a request cannot work; it names the limit."""
+    def check(self, requests: Sequence[Request]) -> None:
+        """ValueError if one cannot work; it names the limit. A long prompt that several share is looked at once."""
+        known: set[int] = set()
+        for request in requests:
+            if id(request.prompt) not in known:
+                if not request.prompt:
+                    raise ValueError("prompt is empty: at least one token is needed, such as a start token")
+                _check_tokens("prompt", request.prompt, self.vocab)
+                known.add(id(request.prompt))
+            self._check_rest(request)
+
+    def _check_rest(self, request: Request) -> None:
         for name, hint in _HINTS.items():
             check_plain(name, getattr(request, name), hint)
         check_count("steps", request.steps)
-        if not request.prompt:
-            raise ValueError("prompt is empty: at least one token is needed, such as a start token")
-        _check_tokens("prompt", request.prompt, self.vocab)
         _check_tokens("stop", request.stop, self.values)
         request.sampling.check(self.values)
         if request.logprobs is not None and not 0 <= request.logprobs <= self.streams.most:
@@ -195,18 +223,33 @@ class Engine:
 
     def submit(self, request: Request) -> int:
         """Queue a request from any thread; returns its number. Full if the queue is; ValueError if it cannot work."""
-        self.check(request)
+        return self.submit_all((request,))[0]
+
+    def submit_all(self, requests: Sequence[Request], checked: bool = False) -> list[int]:
+        """Queue all of them or none; `checked`: they have passed `check`. ValueError if they never fit."""
+        if not checked:
+            self.check(requests)
+        most = self.slots + self.most
+        limit = f"accepted are at most {most:,}, as slots={self.slots} and queue={self.most}"
+        if len(requests) > most:
+            raise ValueError(f"{len(requests):,} choices at once cannot work: {limit}")
         with self.work:
             if self.closed:
                 raise Full("the engine stops: no new requests")
-            if (waiting := self._queued()) >= self.most:
-                raise Full(f"{waiting} requests wait: accepted are at most queue={self.most}")
-            job = _Job(self.next_number, request)
-            self.next_number += 1
-            self.known[job.number] = job
-            self.waiting.setdefault(request.owner, deque()).append(job)
+            if len(self.known) + len(requests) > most:
+                raise Full(f"{len(self.known):,} requests run or wait, and {len(requests):,} come: {limit}")
+            alike: defaultdict[Any, _Alike] = defaultdict(_Alike)
+            asked = [(id(one.prompt), one.owner, one.logprobs, one.prompt_logprobs) for one in requests]
+            jobs = [
+                _Job(number, request, alike[what])
+                for number, (request, what) in enumerate(zip(requests, asked, strict=True), self.next_number)
+            ]
+            self.next_number += len(jobs)
+            for job in jobs:
+                self.known[job.number] = job
+                self.waiting.setdefault(job.request.owner, deque()).append(job)
             self.work.notify_all()
-            return job.number
+            return [job.number for job in jobs]
 
     def cancel(self, number: int) -> None:
         """End a request from any thread, such as one whose client has left; a finished one is left alone."""
@@ -368,36 +411,49 @@ class Engine:
     def _next_group(self) -> list[tuple[_Job, int]]:
         """Jobs that leave the queue of readers, with the number of tokens to read for each."""
         group: list[tuple[_Job, int]] = []
-        for job in list(self.reading):
-            if not job.looked and not self._waits(job):
+        readers = list(self.reading)
+        for job in readers:
+            if not job.looked and not self._waits(job, readers):
                 self._find(job)
-            job.looked = not self._waits(job)  # otherwise it looks again when the other request has read the piece
+            job.looked = not self._waits(job, readers)  # else it looks again when the other one has read the piece
             if not job.looked:
                 continue
             count = self._border(job) - job.read
-            if not group or (count and self._width(count) == self._width(group[0][1])):
+            first = group[0][1] if group else count
+            fits = count == first if 0 in (count, first) else self._width(count) == self._width(first)
+            if fits:
                 group.append((job, count))
                 self.reading.remove(job)
-            if len(group) == self.abreast or group[0][1] == 0:
+            if len(group) == self.abreast and first:  # those that have nothing to read begin together
                 break
         return group
 
     def _border(self, job: _Job) -> int:
         """Where the next piece of a prompt ends."""
-        return min(job.read - job.read % self.piece + self.piece, job.needed)
+        return min(border_after(job.read, self.piece, self.early), job.needed)
 
-    def _waits(self, job: _Job) -> bool:
-        """Whether an earlier request reads the same piece next, which the cache will then have."""
+    def _keeps(self, job: _Job, count: int) -> bool:
+        """Whether the cache is given the state of a prompt after `count` tokens: at borders, and where reading ends."""
+        cache = self.cache
+        return cache is not None and (count == job.needed or is_border(count, cache.every, cache.early))
+
+    def _waits(self, job: _Job, readers: list[_Job]) -> bool:
+        """Whether an earlier request reads the same piece next, whose state this one will then have."""
         end, request = self._border(job), job.request
-        if self.cache is None or request.prompt_logprobs or end == job.read or end % self.cache.every:
+        if end == job.read:
+            return False
+        earlier = [other for other in readers if other.number < job.number and other.read < other.needed]
+        if any(other.alike is job.alike for other in earlier):
+            return True
+        if request.prompt_logprobs or not self._keeps(job, end):
             return False
         return any(
-            other.number < job.number
-            and other.read < end <= other.needed
+            other.read < end <= other.needed
+            and self._keeps(other, end)
             and other.request.owner == request.owner
             and other.request.prompt[job.read : end] == request.prompt[job.read : end]  # quick: most differ here
             and other.request.prompt[:end] == request.prompt[:end]
-            for other in self.reading
+            for other in earlier
         )
 
     def _width(self, count: int) -> int:
@@ -405,7 +461,11 @@ class Engine:
         return min(self.piece, max(LEAST, 1 << (count - 1).bit_length()))
 
     def _find(self, job: _Job) -> None:
-        request = job.request
+        request, alike = job.request, job.alike
+        if alike is not None and alike.state is not None:
+            job.read = job.cached = job.needed
+            job.state, job.prompt = alike.state, list(alike.prompt)
+            return
         # log-probabilities of a prompt need the outputs at all its tokens, which no cache has
         if self.cache is None or request.prompt_logprobs:
             return
@@ -449,7 +509,9 @@ class Engine:
             if job.request.prompt_logprobs:
                 self._note(job, outputs, count)
             job.state, job.read = state, job.read + count
-            if self.cache is not None and job.read % self.cache.every == 0:
+            if job.read == job.needed and job.alike is not None:
+                job.alike.state, job.alike.prompt = state, list(job.prompt)
+            if self.cache is not None and self._keeps(job, job.read):
                 kept = self.rooms.fit(state, job.read, trim=True)
                 try:
                     self.cache.put(job.request.prompt[: job.read], kept, job.request.owner)
@@ -510,7 +572,7 @@ class Engine:
             top=first.logprobs or 0,
         )
         for id, job, request in zip(ids, jobs, requests, strict=True):
-            job.id, job.state = id, None
+            job.id, job.state, job.alike = id, None, None
             if request.prompt_logprobs:
                 job.prompt.insert(0, Drawn(request.prompt[0]))
             if self.drafter is not None:

@@ -44,16 +44,10 @@ class Job:
         self.gone = ""  # why nobody reads the answer any more
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """All requests or none: Full and ValueError are the engine's."""
-        engine = self.exchange.engine
-        try:
-            for choice, request in enumerate(requests):
-                number = engine.submit(request)
-                self.numbers[number] = choice
-                self.exchange.jobs[number] = (self, choice)
-        except BaseException:
-            self.cancel()
-            raise
+        """All requests, which the engine has checked, or none: Full and ValueError are the engine's."""
+        for choice, number in enumerate(self.exchange.engine.submit_all(requests, checked=True)):
+            self.numbers[number] = choice
+            self.exchange.jobs[number] = (self, choice)
 
     def take(self) -> list[tuple[int, Update]]:
         inbox, self.inbox, self.behind = self.inbox, [], 0

@@ -22,10 +22,10 @@ from subquad.checks import check_plain, refuse
 from subquad.data import files
 from subquad.machine import available
 from subquad.models import LanguageModel, load, shipped
-from subquad.models.decoding import values_of
+from subquad.models.decoding import limit_of, values_of
 from subquad.models.footprint import bytes_per_stream
 from subquad.models.saving import check_finite, of_transformers, read_header
-from subquad.serve.app import Service, logger
+from subquad.serve.app import PATIENCE, Service, logger
 from subquad.serve.body import Reader
 from subquad.serve.engine import Engine
 from subquad.serve.exchange import Exchange
@@ -75,12 +75,28 @@ class Server(uvicorn.Server):
         )  # fmt: skip
         super().__init__(config)
         self.service, self.drain = service, drain
+        self.silent: dict[tuple[Any, Any], float] = {}  # connections without a request, and since when
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self.should_exit:  # a second signal: do not wait
             self.force_exit = True
         self.should_exit = True
         logger.info("%s: finishing what runs", signal.Signals(sig).name)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 0:
+            self._close_silent()
+        return await super().on_tick(counter)
+
+    def _close_silent(self) -> None:
+        """Close connections on which headers do not come to an end: uvicorn waits for ever."""
+        now = time.monotonic()
+        connections: list[Any] = [one for one in self.server_state.connections if hasattr(one, "cycle")]
+        idle = [(one, one.cycle) for one in connections if one.cycle is None or one.cycle.response_complete]
+        self.silent = {key: self.silent.get(key, now) for key in idle}
+        for (connection, _), since in self.silent.items():
+            if since < now - PATIENCE:
+                connection.transport.close()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.draining = True
@@ -97,35 +113,40 @@ def make_service(checkpoint: str, settings: ServeSettings) -> Service:
     keys, device = _keys(settings.api_key_env), available(settings.device)
     folder = _find(checkpoint)
     model, card = _load(folder, device, settings.dtype), {} if of_transformers(folder) else shipped.card(folder)
-    draft = None if settings.draft is None else _load(_find(settings.draft), device, settings.dtype)
+    draft = None if settings.draft is None else _load(_find(settings.draft, "draft"), device, settings.dtype)
     vocabulary = vocabulary_of(folder, model, card, settings.chat_template)
     cache = _cache(model, settings)
     metrics = Metrics()
     exchange = Exchange(metrics, in_turn=model.device.type == "cpu")
     slots = settings.slots or SLOTS[model.device.type]
+    limit = limit_of(model)
+    if settings.capacity is not None and limit is not None and settings.capacity > limit + 1:
+        refuse("capacity", settings.capacity, f"at most {limit + 1:,}, as this model has {limit:,} positions")
+    positions = settings.capacity if limit is None else min(settings.capacity or limit, limit)
     exchange.engine = Engine(
-        model, slots=slots, capacity=settings.capacity, queue=settings.queue, cache=cache, draft=draft,
+        model, slots=slots, capacity=positions, queue=settings.queue, cache=cache, draft=draft,
         deliver=exchange.deliver,
     )  # fmt: skip
-    capacity = min(exchange.engine.capacity, LONGEST) if settings.capacity is None else settings.capacity
+    # the last token of an answer takes no position
+    longest = settings.capacity or (min(exchange.engine.capacity, LONGEST) if limit is None else limit + 1)
     metrics.slots, metrics.stats = slots, lambda: exchange.engine.stats
     metrics.cache = None if cache is None else lambda: cache.stats
     name = settings.name or Path(checkpoint).resolve().name
     state = exchange.engine.stats.bytes_per_stream
     about = {
         "id": name, "object": "model", "created": int((folder / "config.json").stat().st_mtime), "owned_by": "subquad",
-        "subquad": _describe(model, card, vocabulary, capacity, state, slots, settings),
+        "subquad": _describe(model, card, vocabulary, longest, state, slots, settings),
     }  # fmt: skip
     return Service(
-        reader=Reader(name, vocabulary, capacity), exchange=exchange, metrics=metrics, about=about, keys=keys,
+        reader=Reader(name, vocabulary, longest), exchange=exchange, metrics=metrics, about=about, keys=keys,
         largest=int(settings.body_mb * MB), log_prompts=settings.log_prompts,
         close=cache.close if cache is not None else lambda: None,
         origins=tuple(part.strip() for part in (settings.cors or "").split(",") if part.strip()),
     )  # fmt: skip
 
 
-def _find(checkpoint: str) -> Path:
-    return Path(checkpoint) if of_transformers(checkpoint) else shipped.find(checkpoint)
+def _find(checkpoint: str, option: str = "checkpoint") -> Path:
+    return Path(checkpoint) if of_transformers(checkpoint) else shipped.find(checkpoint, option)
 
 
 def _load(folder: Path, device: str, dtype: str) -> Any:
@@ -168,11 +189,16 @@ def _keys(variable: str | None) -> tuple[str, ...]:
     keys = tuple(key.strip() for key in os.environ.get(variable, "").split(",") if key.strip())
     if not keys:
         raise ValueError(f"api_key_env={variable!r} cannot work: that environment variable holds no key")
+    if odd := [number for number, key in enumerate(keys, 1) if not (key.isascii() and key.isprintable())]:
+        accepted = "accepted are printable characters of ASCII"
+        raise ValueError(
+            f"api_key_env={variable!r} cannot work: key {odd[0]} of {len(keys)} is not in ASCII; {accepted}"
+        )
     return keys
 
 
 def _describe(
-    model: Any, card: Mapping[str, Any], vocabulary: Vocabulary, capacity: int, state: int,
+    model: Any, card: Mapping[str, Any], vocabulary: Vocabulary, longest: int, state: int,
     slots: int, settings: ServeSettings,
 ) -> dict[str, Any]:  # fmt: skip
     """What the page and other clients can know of a model, beyond OpenAI's fields."""
@@ -186,7 +212,7 @@ def _describe(
         "ends": list(vocabulary.ends),
         "image": _image(model, card),
         "chat": vocabulary.template is not None,
-        "longest": capacity,  # tokens of a prompt and its answer
+        "longest": longest,  # tokens of a prompt and its answer
         "mechanisms": list(names),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -25,7 +25,7 @@ class ServeSettings:
         None, "Requests that run at the same time; by default 256 on a GPU and 16 on a CPU. A step computes all slots."
     )
     queue: int = _option(1024, "Requests that may wait for a slot; others are answered 429.")
-    capacity: int | None = _option(None, "Tokens of a prompt and its answer; by default as many as the model allows.")
+    capacity: int | None = _option(None, "Tokens of a prompt with its answer; by default as many as the model allows.")
     cache_gb: float = _option(4.0, "Memory for states of prompts that were read; 0: none.")
     cache_dir: Path | None = field(
         default=None, metadata={"help": "Also keep these states in this folder, across restarts."}

@@ -20,8 +20,9 @@ from subquad.tasks.text import BYTES, Text, number_tokens, prompt_tokens
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TEMPLATE = "chat_template.jinja"
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # what tokenizers call the tokens of single bytes that they fall back to
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no text, or not yet
-LONGEST_CHARACTER = 4  # bytes, and so tokens
+CONTEXT = 8  # tokens with which the next one is decoded: a character has at most 4 bytes, and each token has one
 END_OF_TEXT = 0  # a zero byte, as between the novels of eltec-eng
 
 
@@ -149,6 +150,8 @@ class HuggingFace(Vocabulary):
             char: byte for byte, char in import_module("transformers.convert_slow_tokenizer").bytes_to_unicode().items()
         }
         self.special = frozenset(self.tokenizer.all_special_ids)
+        named = {number: BYTE.fullmatch(name) for name, number in self.tokenizer.get_vocab().items()}
+        self.fallback = {number: bytes.fromhex(found[1]) for number, found in named.items() if found}
         self.template = getattr(self.tokenizer, "chat_template", None)
 
     def encode(self, text: str) -> list[int]:
@@ -156,7 +159,7 @@ class HuggingFace(Vocabulary):
         return list(self.tokenizer.encode(text))
 
     def decoder(self) -> Decoder:
-        return _TextDecoder(self.tokenizer, self.special)
+        return _TextDecoder(self.tokenizer, self.special, self.fallback)
 
     def bytes_of(self, token: int) -> bytes:
         if token >= len(self.tokenizer):
@@ -167,8 +170,8 @@ class HuggingFace(Vocabulary):
     def _part_of_character(self, token: int) -> bytes:
         """The bytes of a token whose name is <0xC3>, or a character for each byte, as byte-level tokenizers have."""
         name: str = self.tokenizer.convert_ids_to_tokens(token)
-        if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
-            return bytes.fromhex(found[1])
+        if token in self.fallback:
+            return self.fallback[token]
         return bytes(self.byte_of[char] for char in name) if self.byte_of.keys() >= set(name) else b""
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -183,30 +186,51 @@ class HuggingFace(Vocabulary):
 
 
 class _TextDecoder:
-    """Decodes the last few tokens with and without the new one: the difference is the new text, once it is whole."""
+    """Decodes the last few tokens together: what is new in their text is written, but for a character that has begun.
 
-    def __init__(self, tokenizer: Any, special: frozenset[int]):
-        self.tokenizer, self.special = tokenizer, special
+    Of a character that has begun, and of bytes that are none, a tokenizer makes a replacement character each. So one at
+    the end waits for the next token. Only tokens of single bytes, which some tokenizers fall back to, are decoded here:
+    their tokenizers give none of the bytes that follow each other before all of them are characters.
+    """
+
+    def __init__(self, tokenizer: Any, special: frozenset[int], fallback: Mapping[int, bytes]):
+        self.tokenizer, self.special, self.fallback = tokenizer, special, fallback
         self.tokens: list[int] = []
-        self.given = 0  # how many of them are written
+        self.given = 0  # characters of their text that are written
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         if token in self.special or token >= len(self.tokenizer):
             return ""
+        if (byte := self.fallback.get(token)) is not None:
+            new = self._rest() + self.utf8.decode(byte)
+            self.tokens = [*self.tokens, token][-CONTEXT:]
+            self.given = len(self._text())
+            return new
+        before = self.utf8.decode(b"", final=True)
         self.tokens.append(token)
-        new = self._new()
-        if not new or (new.endswith(BROKEN) and len(self.tokens) - self.given < LONGEST_CHARACTER):
-            return ""
-        self.tokens = self.tokens[self.given :]  # what was written before is context enough for what comes
-        self.given = len(self.tokens)
-        return new
+        text = self._text()
+        held = text.endswith(BROKEN)
+        new = text[self.given : len(text) - held]
+        if (new and not held) or len(self.tokens) > 2 * CONTEXT:
+            # what is written is context enough for what comes
+            self.tokens = [token] if not held else self.tokens[-CONTEXT:]
+            text = self._text()
+            self.given = len(text) - held
+        else:
+            self.given += len(new)
+        return before + new
 
     def flush(self) -> str:
-        return self._new()
+        return self._rest() + self.utf8.decode(b"", final=True)
 
-    def _new(self) -> str:
-        before: str = self.tokenizer.decode(self.tokens[: self.given])
-        return self.tokenizer.decode(self.tokens)[len(before) :]
+    def _rest(self) -> str:
+        """What waits for the rest of a character."""
+        return self._text()[self.given :]
+
+    def _text(self) -> str:
+        text: str = self.tokenizer.decode(self.tokens)
+        return text
 
 
 def vocabulary_of(folder: Path, model: Any, card: Mapping[str, Any], template: Path | None) -> Vocabulary:

@@ -15,7 +15,7 @@
   };
   const counted = (n, thing) => `${n.toLocaleString("en")} ${thing}${n === 1 ? "" : "s"}`;
   const form = $("ask"), prompt = $("prompt");
-  let key = "", model = null, turns = [], running = null, tokens = [];
+  let key = "", model = null, turns = [], running = null;
   try { key = sessionStorage.getItem("subquad-key") ?? ""; } catch { /* some browsers allow no storage */ }
 
   class Problem extends Error {
@@ -89,8 +89,8 @@
     document.title = `${model.id} – subquad serve`;
     const words = [`${about.mechanisms.join(", ")}`, `${short(about.parameters / 1e6)} million parameters`, `${about.dtype} on ${about.device}`];
     $("about").textContent = `${words.join(" · ")}. A prompt and its answer may have up to ${about.longest.toLocaleString("en")} tokens.`;
-    form.elements.max_tokens.max = about.longest;
-    form.elements.max_tokens.value = Math.min(256, about.longest);
+    form.elements.max_tokens.max = Math.max(1, about.longest - 1); // a prompt has a token at least
+    form.elements.max_tokens.value = Math.min(256, form.elements.max_tokens.max);
     $("modes").hidden = !about.chat;
     $("words").hidden = $("most").hidden = Boolean(about.image);
     $("many").hidden = !about.image;
@@ -120,7 +120,7 @@
     $("start").disabled = false;
     $("stop").disabled = true;
     turns = [];
-    tokens = [];
+    seen = undefined;
     $("text").replaceChildren();
     $("images").replaceChildren();
     $("result").hidden = $("figures").hidden = $("more").hidden = $("problem").hidden = true;
@@ -197,7 +197,7 @@
     if (!form.reportValidity() || running) return;
     const mine = (running = new AbortController());
     $("problem").hidden = $("more").hidden = true;
-    const before = { turns: [...turns], shown: $("text").childNodes.length, message: prompt.value };
+    const before = { turns: [...turns], shown: [...$("text").childNodes], images: [...$("images").childNodes], kind: $("images").className, seen, message: prompt.value };
     if (chatting()) {
       if (!prompt.value.trim()) { running = null; return; }
       turns.push({ role: "user", content: prompt.value });
@@ -213,6 +213,8 @@
     $("start").disabled = true;
     $("stop").disabled = false;
     $("status").textContent = "waiting for the first token …";
+    figures();
+    watch(mine);
     $("result").setAttribute("aria-busy", "true");
     try {
       const answer = await call(chatting() ? "/v1/chat/completions" : "/v1/completions", body, mine.signal);
@@ -245,15 +247,20 @@
     if (mine !== running) return;
     running = null;
     for (const show of put) show("", []);
-    if (!seen.made) { // as if nothing had been asked
+    const began = seen.made > 0;
+    if (!began) { // as if nothing had been asked
+      $("text").replaceChildren(...before.shown);
+      $("images").replaceChildren(...before.images);
+      $("images").className = before.kind;
       if (chatting()) {
-        while ($("text").childNodes.length > before.shown) $("text").lastChild.remove();
         turns = before.turns;
         prompt.value = before.message;
       }
-      $("result").hidden = $("figures").hidden = !turns.length;
+      $("result").hidden = $("figures").hidden = !before.seen;
+      written = before.shown.map((part) => part.textContent).join("");
+      seen = before.seen;
     }
-    if (chatting() && written) turns.push({ role: "assistant", content: written });
+    if (began && chatting() && written) turns.push({ role: "assistant", content: written });
     $("start").disabled = false;
     $("stop").disabled = true;
     $("more").hidden = !written || chatting() || Boolean(model.subquad.image);
@@ -284,6 +291,13 @@
     const after = seen.made - seen.early;
     $("speed").textContent = after > 0 ? short((1000 * after) / (seen.last - seen.first || 1)) : "–";
     $("cached").textContent = seen.cached === null ? "–" : `${seen.cached.toLocaleString("en")} of ${seen.read.toLocaleString("en")}`;
+  }
+
+  async function watch(mine) { // what the server does meanwhile
+    while (mine === running) {
+      await server();
+      await new Promise((done) => { setTimeout(done, 1500); });
+    }
   }
 
   async function server() { // what else the server does; nobody misses it if it fails
