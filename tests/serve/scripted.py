@@ -42,10 +42,11 @@ class Scripted:
             self.lock.notify()
             return numbers
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, *numbers: int) -> None:
         with self.lock:
-            if self.waiting.pop(number, None) or self.running.pop(number, None):
-                self.cancelled.append(number)
+            for number in numbers:
+                if self.waiting.pop(number, None) or self.running.pop(number, None):
+                    self.cancelled.append(number)
 
     def start(self) -> None:
         self.thread = threading.Thread(target=self._run, daemon=True)

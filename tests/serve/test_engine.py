@@ -390,8 +390,7 @@ def test_cancelled_requests_leave_at_once() -> None:
     numbers = [engine.submit(Request(prompt=(1,) * size, steps=50)) for size in (1, 200, 3, 4)]
     engine.turn()
     assert (engine.stats.running, engine.stats.prefilling, engine.stats.queued) == (1, 1, 2)
-    for number in numbers[:3]:  # one that draws, one that is read, one that waits
-        engine.cancel(number)
+    engine.cancel(*numbers[:3])  # one that draws, one that is read, one that waits
     updates = engine.turn()
     ended = {update.number: update.end for update in updates if update.end}
     assert ended == dict.fromkeys(numbers[:3], "cancelled")

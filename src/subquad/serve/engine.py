@@ -251,12 +251,11 @@ class Engine:
             self.work.notify_all()
             return [job.number for job in jobs]
 
-    def cancel(self, number: int) -> None:
-        """End a request from any thread, such as one whose client has left; a finished one is left alone."""
+    def cancel(self, *numbers: int) -> None:
+        """End requests from any thread, such as those of a client that has left; finished ones are left alone."""
         with self.work:
-            if number in self.known:
-                self.leaving.add(number)
-                self.work.notify_all()
+            self.leaving.update(number for number in numbers if number in self.known)
+            self.work.notify_all()
 
     @property
     def stats(self) -> Stats:

@@ -67,12 +67,10 @@ class Job:
 
     def end(self, choice: int) -> None:
         """End one choice early: its text is complete."""
-        for number in [number for number, other in self.numbers.items() if other == choice]:
-            self._forget(number)
+        self._forget([number for number, other in self.numbers.items() if other == choice])
 
     def cancel(self) -> None:
-        for number in list(self.numbers):
-            self._forget(number)
+        self._forget(list(self.numbers))
 
     def leave(self, why: str) -> None:
         """The client does not read the answer: free the slots at once."""
@@ -80,10 +78,12 @@ class Job:
         self.cancel()
         self.wake()
 
-    def _forget(self, number: int) -> None:
-        if self.exchange.jobs.pop(number, None) is not None:
-            self.exchange.engine.cancel(number)
-        del self.numbers[number]
+    def _forget(self, numbers: list[int]) -> None:
+        run = [number for number in numbers if self.exchange.jobs.pop(number, None) is not None]
+        for number in numbers:
+            del self.numbers[number]
+        if run:
+            self.exchange.engine.cancel(*run)
 
 
 class Exchange:
