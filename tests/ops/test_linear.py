@@ -594,3 +594,17 @@ S = LinearState(torch.zeros(2, 2, 4, 4), torch.zeros(2, 2, 4))
 def test_wrong_arguments_of_a_step_are_named(message: str, arguments: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=message):
         linear_attention_step(*arguments, **options)
+
+
+def test_torch_func_sees_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subquad.ops.linear.plain.CHUNK", 4)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 11, 2, 3, dtype=torch.float64) for _ in range(3))
+    for gate in (None, -torch.rand(2, 11, 2, dtype=torch.float64)):
+
+        def loss(q: Tensor, gate: Tensor | None = gate) -> Tensor:
+            return linear_attention(q, k, v, log_gate=gate, causal=True).square().sum()
+
+        leaf = q.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(loss(leaf), leaf)
+        torch.testing.assert_close(torch.func.grad(loss)(q), wanted)
