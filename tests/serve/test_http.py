@@ -309,7 +309,8 @@ def test_connections_whose_headers_never_end_are_closed(live: Live, monkeypatch:
         for half in (first, later):
             half.settimeout(60)
             with contextlib.suppress(ConnectionResetError):
-                assert half.recv(1 << 16) == b""
+                while half.recv(1 << 16):  # perhaps the end of the first answer, and then that of the connection
+                    pass
 
 
 def test_options_that_cannot_work_are_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
