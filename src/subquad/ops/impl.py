@@ -38,8 +38,14 @@ def too_large(x: Tensor, needed: int) -> str | None:
     """What stands against kernels for tensors like `x` whose programs take so many bytes of shared memory."""
     if x.device.type != "cuda":
         return None
-    room: int = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    room = shared_memory_of(x.device)
     return None if needed <= room else f"it takes {needed} bytes of shared memory, and this GPU has {room}"
+
+
+def shared_memory_of(device: torch.device) -> int:
+    """The bytes that a program can take on a GPU."""
+    room: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return room
 
 
 def traced() -> bool:

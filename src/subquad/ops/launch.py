@@ -17,6 +17,8 @@ import triton
 from torch import Tensor
 from triton.runtime import interpreter
 
+from subquad.ops.impl import shared_memory_of
+
 INTERPRETED = triton.knobs.runtime.interpret
 KNOWN = ("3.6",)
 # whether kernels of a decoding step start while the one before still runs, and wait for it themselves
@@ -121,8 +123,7 @@ def shared_memory(device: torch.device) -> int:
     """The bytes of shared memory that a program can take."""
     if INTERPRETED:
         return 2**20
-    size: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return size
+    return shared_memory_of(device)
 
 
 def fitting(choices: Iterable[Choice], needed: Callable[[Choice], int], room: int) -> Choice:

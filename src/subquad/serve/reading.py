@@ -14,7 +14,7 @@ from subquad.disk import logger
 from subquad.graphs import recording
 from subquad.models import kept
 from subquad.models.decoding import decoder_of, work_of
-from subquad.models.state import State, map_state
+from subquad.models.state import State, leaves, map_state, size
 from subquad.models.threads import run_small
 
 Run = Callable[[], tuple[Tensor, State]]
@@ -51,7 +51,7 @@ class Reader:
             return self._launch(tokens, lengths, state, head)
         if (stamp := kept.stamp(self.model)) != self.stamp:  # a record is of weights where they were
             self.recorded, self.seen, self.stamp = {}, set(), stamp
-        inputs = [tokens, lengths, *_tensors(state)]
+        inputs = _tensors(tokens, lengths, state)
         shape = tuple(tokens.shape)
         if shape not in self.seen:  # compiles what is then recorded
             self.seen.add(shape)
@@ -71,8 +71,7 @@ class Reader:
 
     def _record(self, tokens: Tensor, lengths: Tensor, state: State) -> Recorded | None:
         assert self.record is not None
-        size = 2 * sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
-        if tokens.is_cuda and size > kept.bound(self.model):
+        if tokens.is_cuda and 2 * size(state) > kept.bound(self.model):
             return None
         own = tokens.clone(), lengths.clone(), map_state(torch.clone, state)
         try:
@@ -80,10 +79,8 @@ class Reader:
         except Exception as error:
             logger.info("pieces of prompts are not recorded: %s: %s", type(error).__name__, error)
             return None
-        return Recorded([*own[:2], *_tensors(own[2])], again, made)
+        return Recorded(_tensors(*own), again, made)
 
 
-def _tensors(state: State) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_state(lambda tensor: found.append(tensor) or tensor, state)  # type: ignore[func-returns-value]
-    return found
+def _tensors(tokens: Tensor, lengths: Tensor, state: State) -> list[Tensor]:
+    return [tokens, lengths, *(tensor for _, tensor in leaves(state))]

@@ -75,6 +75,12 @@ class Passes(NamedTuple):
     summaries: tuple[int, ...]
     lattices: tuple[tuple[int, int], ...]  # atom, step
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Tokens of a block of the summary `far`, and how many of them are its columns."""
+        size, count = self.atoms[4 * self.far + 1 : 4 * self.far + 3]
+        return size, count
+
 
 @lru_cache(maxsize=256)
 def passes(pattern: str, causal: bool, split_off: bool, shifted: bool = False) -> Passes:
@@ -490,7 +496,7 @@ def far_backward(call: Call, given: Given) -> Far | None:
     if not call.kind.spec.causal:
         dq, dk, dv = _fused_backward(do, q, *_columns(call, S), o, lse, scale, causal=False)
         return Far(0, dq.contiguous(), (dk.contiguous(), dv.contiguous()))
-    size, c = work.atoms[4 * work.far + 1 : 4 * work.far + 3]
+    size, c = work.blocks
     n = blocks_of(T, size // c) - c
     if n <= 0:
         return None
@@ -506,7 +512,7 @@ def far_backward(call: Call, given: Given) -> Far | None:
 def _columns(call: Call, keys: int) -> tuple[Tensor, Tensor]:
     """The keys and values of all columns of a summary, [B, columns, H, D]."""
     (B, *_, H, _, D), work, q = call.kind.sizes, call.kind.work, call.x.q
-    size, c = work.atoms[4 * work.far + 1 : 4 * work.far + 3]
+    size, c = work.blocks
     far_k, far_v = (torch.empty(B, keys // size * c, H, D, device=q.device, dtype=q.dtype) for _ in range(2))
     _run_far(call, call.x.k, call.x.v, far_k, far_v, back=False)
     return far_k, far_v
@@ -514,7 +520,7 @@ def _columns(call: Call, keys: int) -> tuple[Tensor, Tensor]:
 
 def _run_far(call: Call, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, back: bool) -> None:
     (B, _, _, H, _, D), tile, rows, work = call.kind.sizes, 32, far_k.shape[1], call.kind.work
-    size, c = work.atoms[4 * work.far + 1 : 4 * work.far + 3]
+    size, c = work.blocks
     tiles, copies = blocks_of(rows, tile), size // c if call.kind.spec.causal else 1
     _far[(tiles * B * H,)](
         k, v, far_k, far_v, k if call.firsts is None else call.firsts, **_strides(k=k, v=v), tiles=tiles, rows=rows,
@@ -557,9 +563,9 @@ def _fused_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tenso
 def _fused_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> list[Tensor]:
+    fused = _fused(q, causal)
     do, q, k, v, o = (x.transpose(1, 2) for x in (do, q, k, v, o))
     n, m, seed = q.shape[2], k.shape[2], torch.empty((), dtype=torch.int64, device=q.device)
-    fused = _fused(q.transpose(1, 2), causal)
     if fused == "cudnn":
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             do, q, k, v, o, lse[..., None], seed, seed, None, None, None, n, m, 0.0, causal, scale=scale
