@@ -186,6 +186,12 @@ class Engine:
         self.next_number = 0
         self.counts = dict.fromkeys(("steps", "tokens", "prompt_tokens", "cached_tokens", "drafted", "accepted"), 0)
 
+    @functools.cached_property
+    def empty(self) -> State:
+        """The state before a prompt, for pieces that are read abreast; they copy it."""
+        empty: State = self.decoder.init_state(1, self.capacity)
+        return empty
+
     def _make_streams(self) -> Streams:
         # whole blocks, so that the end of a cache is no special case in ops/cache.py; `check` keeps to the capacity
         room = -(-self.capacity // BLOCK) * BLOCK
@@ -495,7 +501,7 @@ class Engine:
                 row[:count] = torch.tensor(job.request.prompt[job.read : job.read + count])
             counts = [count for _, count in group]
             lengths = torch.tensor(counts + [1] * (self.abreast - rows), device=self.model.device)
-            empty = self.decoder.init_state(1, self.capacity)
+            empty = self.empty
             states = [empty if job.state is None else self.rooms.fit(job.state, self.capacity) for job, _ in group]
             states += [empty] * (self.abreast - rows)
             joined = map_state(lambda *parts: torch.cat(parts), *states)
